@@ -1,0 +1,163 @@
+"""The words of tierd as types: tier, page, place, geometry, namespace.
+
+A *block* is `block_tokens` consecutive tokens of a session, all layers; a
+*page* is one layer of one block. A page is named by its PageKey and found at
+its Place. Everything that must be equal for KV to be exchangeable stands in
+the Namespace.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, fields
+
+from tierd.errors import InvalidArgument
+
+FORMAT_VERSION = 1
+
+BLOCK_TOKENS_MIN = 16
+BLOCK_TOKENS_DEFAULT = 256
+BLOCK_TOKENS_MAX = 4096
+
+
+class Tier(enum.IntEnum):
+    """Where a page is. NONE: not below the hot tier (hot, or not yet made)."""
+
+    NONE = 0
+    HOT = 1
+    WARM = 2
+    COLD = 3
+
+
+class CodecId(enum.IntEnum):
+    """How a page is encoded below the hot tier. Numbers are on disk: never reuse one."""
+
+    NONE = 0
+    RAW = 1
+    INT8 = 2
+    # 3 k8v4, 4 int4, 5 fp8 are taken by the codecs to come.
+
+
+class DType(enum.StrEnum):
+    """The model's KV dtype."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return 4 if self is DType.FLOAT32 else 2
+
+
+class SessionState(enum.StrEnum):
+    """RUNNING: an engine owns it. SUSPENDED: the daemon keeps it, no engine does."""
+
+    RUNNING = "running"
+    IDLE = "idle"
+    SUSPENDED = "suspended"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Shape of a model's KV: what a page holds. `kv_heads` and `head_dim` per layer."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: DType
+    block_tokens: int = BLOCK_TOKENS_DEFAULT
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if not 1 <= value <= 65535:
+                raise InvalidArgument(f"geometry: {name} is {value}, must be 1 to 65535")
+        tokens = self.block_tokens
+        power_of_two = tokens & (tokens - 1) == 0
+        if not power_of_two or not BLOCK_TOKENS_MIN <= tokens <= BLOCK_TOKENS_MAX:
+            raise InvalidArgument(
+                f"geometry: block_tokens is {tokens}, must be a power of two "
+                f"from {BLOCK_TOKENS_MIN} to {BLOCK_TOKENS_MAX}"
+            )
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in the model's dtype (hot tier): K and V, all KV heads."""
+        return 2 * self.kv_heads * self.block_tokens * self.head_dim * self.dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in the model's dtype: all layers."""
+        return self.layers * self.page_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's KV in the model's dtype."""
+        return self.block_bytes // self.block_tokens
+
+    def blocks_for(self, tokens: int) -> int:
+        """Return how many blocks hold `tokens` tokens (the last may be partial)."""
+        return -(-tokens // self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """All that must be equal for KV to be exchangeable.
+
+    The digest is taken over a length-delimited encoding of every field by
+    name, so that no two field values can run together into the same bytes.
+    """
+
+    geometry: Geometry
+    weights_digest: str
+    codec: CodecId = CodecId.INT8
+    revision: str = ""
+    adapters: str = ""
+    rope: str = ""
+    rank_map: str = ""
+    tenant_salt: str = ""
+    format_version: int = FORMAT_VERSION
+
+    def canonical(self) -> list[tuple[str, str]]:
+        """Return every field, geometry's included, as (name, text) in a fixed order."""
+        own = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "geometry"]
+        shape = [(f"geometry.{f.name}", getattr(self.geometry, f.name)) for f in fields(Geometry)]
+        return [(name, _text(value)) for name, value in sorted(own + shape)]
+
+    def digest(self) -> bytes:
+        """Return 16 bytes that name this namespace (xxh3-128)."""
+        import xxhash
+
+        hasher = xxhash.xxh3_128()
+        for name, text in self.canonical():
+            for part in (name.encode(), text.encode()):
+                hasher.update(len(part).to_bytes(8, "little"))
+                hasher.update(part)
+        return hasher.digest()
+
+
+def _text(value: object) -> str:
+    return str(int(value)) if isinstance(value, int) else str(value)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PageKey:
+    """One layer of one block of one session (`session` is its 8-byte id as an int)."""
+
+    session: int
+    layer: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a published page lies: (slab, slot, generation) of a tier, and its codec."""
+
+    tier: Tier
+    codec: CodecId
+    slab: int
+    slot: int
+    generation: int
