@@ -17,7 +17,7 @@ import numpy.typing as npt
 from numba import njit  # type: ignore[attr-defined]
 
 from tierd.codec import vector as v
-from tierd.codec.elements import BFLOAT16, FLOAT16, FLOAT32, Target, element_kind, load, store
+from tierd.codec.elements import FLOAT32, Target, element_kind, load, store
 from tierd.codec.intrinsics import as_array
 from tierd.codec.layout import PageLayout
 from tierd.codec.reference import (
@@ -174,6 +174,7 @@ def _encode_keys(hot: Any, out: Any, group: Any, s: Any, error_slack: Any, w: An
     v.copy_bytes(out + s.key_scale + 2 * group * s.d, w.scale_half, 2 * s.d)
     magic = v.splat(_ROUND)
     for t in range(s.group):
+        _prefetch_row(hot + s.hot_keys, group + 1, t, s)
         total = v.splat(_ZERO)
         for c in range(0, s.padded, 16):
             x = v.load_f32(w.tile + t * row_bytes + 4 * c)
@@ -206,6 +207,7 @@ def _encode_values(hot: Any, out: Any, group: Any, s: Any, w: Any) -> Any:
     v.copy_bytes(out + s.value_scale + 2 * group * s.group, w.scale_half, 2 * s.group)
     magic = v.splat(_ROUND)
     for t in range(s.group):
+        _prefetch_row(hot + s.hot_values, group + 1, t, s)
         zero = v.splat(v.read_f32(w.zero + 4 * t))
         inverse = v.splat(v.read_f32(w.inverse + 4 * t))
         for c in range(0, s.padded, 16):
@@ -246,6 +248,15 @@ def _fill_tile(part: Any, group: Any, s: Any, repeat_first: Any, w: Any) -> Any:
                     v.write_f32(tile + 4 * c, v.read_f32(tile))
     # NaN and infinity times 0 are NaN, and stay NaN in the sum.
     return 0 if v.fold_sum(check) == _ZERO else _NOT_FINITE
+
+
+@njit(nogil=True)
+def _prefetch_row(part: Any, group: Any, t: Any, s: Any) -> None:
+    """Fetch a row of the next group while this one is in the arithmetic; may pass the page's end."""
+    row_bytes = s.d * (4 if s.kind == FLOAT32 else 2)
+    row = part + (group * s.group + t) * row_bytes
+    for line in range(0, row_bytes, CACHE_LINE_BYTES):
+        v.prefetch(row + line)
 
 
 @njit(nogil=True)

@@ -252,6 +252,21 @@ def transpose_16x16(
 
 
 @intrinsic
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """Begin to load the cache line at an address, which need not be mapped."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+        fetch = builder.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
+        read, keep, data = _I32(0), _I32(3), _I32(1)
+        builder.call(fetch, [builder.inttoptr(args[0], pointer), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
 def copy_bytes(typingctx: Any, target: Any, source: Any, size_bytes: Any) -> Any:
     """memcpy; the regions do not overlap. Zero bytes is allowed."""
 
