@@ -1,0 +1,148 @@
+"""Transfer agent: carries pages between the hot arena and the tiers, on the daemon's orders.
+
+Invariants:
+  a hot block is released only after the daemon has published its pages
+  a page's digest is taken over the bytes that stand in its warm slot
+  a reservation ends in commit or abort, whatever is raised between
+
+The daemon decides (which blocks, which slots); the agent encodes and copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tierd.client import Client, Demotion, SessionHandle
+from tierd.codec import digest_pages, encode_pages
+from tierd.codec.layout import HEADER_BYTES, page_layout
+from tierd.errors import CodecError
+from tierd.types import CodecId, Geometry
+from tierd_engine.arena import HotArena
+
+IntArray = npt.NDArray[np.int64]
+
+
+class HotBlocks(Protocol):
+    """Where the session keeps its hot blocks."""
+
+    def slot_of(self, block: int) -> int:
+        """Return the arena slot of a hot block."""
+
+    def drop(self, block: int) -> None:
+        """Forget a hot block and release its slot."""
+
+
+class TransferAgent:
+    """Demotes a session's hot blocks to the warm slots that the daemon reserves."""
+
+    def __init__(self, client: Client, session: SessionHandle, arena: HotArena) -> None:
+        self._client = client
+        self._session = session
+        self._arena = arena
+        self._geometry: Geometry = arena.geometry
+        self.demoted_blocks = 0
+        self.raw_fallback_blocks = 0
+        self.encoded_bytes = 0
+
+    def demote(
+        self,
+        hot: HotBlocks,
+        candidates: Sequence[int],
+        need_blocks: int,
+        *,
+        include_first: bool = False,
+    ) -> None:
+        """Move `need_blocks` of the candidates below the hot tier.
+
+        A block that the session's codec cannot encode (NaN, infinity, out of
+        range) goes down as `raw` instead, and is counted. Raises TierFull or
+        DaemonUnavailable; blocks not yet published then stay hot.
+        """
+        remaining = list(candidates)
+        moved = 0
+        while moved < need_blocks:
+            demotion = self._session.plan_demotion(
+                remaining, need_blocks - moved, include_first=include_first
+            )
+            try:
+                self._carry(demotion, hot)
+            except CodecError:
+                self._carry_as_raw(demotion.blocks, hot, include_first)
+            moved += len(demotion.blocks)
+            remaining = [block for block in remaining if block not in demotion.blocks]
+
+    def _carry_as_raw(self, blocks: Sequence[int], hot: HotBlocks, include_first: bool) -> None:
+        for block in blocks:
+            demotion = self._session.plan_demotion([block], 1, include_first=include_first)
+            try:
+                self._carry(demotion, hot)
+            except CodecError:
+                raw = self._session.plan_demotion(
+                    [block], 1, include_first=include_first, codec=CodecId.RAW
+                )
+                self._carry(raw, hot)
+                self.raw_fallback_blocks += 1
+
+    def _carry(self, demotion: Demotion, hot: HotBlocks) -> None:
+        try:
+            digests = self._encode(demotion, hot)
+        except BaseException:
+            self._session.abort(demotion)
+            raise
+        self._session.commit(demotion, digests)
+        for block in demotion.blocks:
+            hot.drop(block)
+        self.demoted_blocks += len(demotion.blocks)
+
+    def _encode(self, demotion: Demotion, hot: HotBlocks) -> npt.NDArray[np.uint8]:
+        """Encode every page into its reserved slot; return digests [blocks, layers, 16]."""
+        layers = self._geometry.layers
+        digests = np.zeros((len(demotion.blocks), layers, 16), dtype=np.uint8)
+        for codec in sorted({int(codec) for codec in demotion.codec}):
+            rows = np.flatnonzero(demotion.codec == codec)
+            layout = page_layout(self._geometry, CodecId(codec))
+            blocks = [demotion.blocks[row] for row in rows]
+            source = self._hot_addresses(hot, blocks)
+            target = self._slot_addresses(demotion, rows) + HEADER_BYTES
+            status = encode_pages(source.ravel(), target.ravel(), layout)
+            self._require_encoded(status.reshape(len(rows), layers), blocks, CodecId(codec))
+            taken = digest_pages(target.ravel(), layout.payload_bytes)
+            digests[rows] = taken.reshape(len(rows), layers, 16)
+            self.encoded_bytes += source.size * layout.payload_bytes
+        return digests
+
+    def _hot_addresses(self, hot: HotBlocks, blocks: Sequence[int]) -> IntArray:
+        slots = np.array([hot.slot_of(block) for block in blocks], dtype=np.int64)
+        layers = np.arange(self._geometry.layers, dtype=np.int64)
+        page_bytes = self._arena.layout.payload_bytes
+        starts = self._arena.base_address + slots * self._arena.slot_bytes
+        return starts[:, None] + layers[None, :] * page_bytes
+
+    def _slot_addresses(self, demotion: Demotion, rows: npt.NDArray[np.intp]) -> IntArray:
+        slab = demotion.slab[rows]
+        addresses = np.empty(slab.shape, dtype=np.int64)
+        for slab_id in np.unique(slab):
+            mapped = self._client.slab(int(slab_id))
+            here = slab == slab_id
+            slots = demotion.slot[rows][here].astype(np.int64)
+            addresses[here] = mapped.address + slots * mapped.slot_bytes
+        return addresses
+
+    def _require_encoded(
+        self, status: npt.NDArray[np.uint8], blocks: Sequence[int], codec: CodecId
+    ) -> None:
+        if not status.any():
+            return
+        row, layer = (int(index[0]) for index in np.nonzero(status))
+        cause = {1: "NaN or infinity", 2: "a value out of float16's range"}[int(status[row, layer])]
+        raise CodecError(
+            f"layer {layer} block {blocks[row]} has {cause}, "
+            f"which codec {codec.name.lower()} cannot encode"
+        )

@@ -1,0 +1,134 @@
+"""Hot arena: the budgeted memory that holds hot blocks in the model's dtype.
+
+Invariants:
+  free + used == slot_count
+  slot_count * slot_bytes <= budget_bytes, so use can never pass the budget
+  a used slot belongs to exactly one block
+
+One slot holds one block (all layers): the static partition keeps the same
+share hot in each layer. A page inside a slot has the `raw` page layout, so
+demoting with codec raw is a copy. On a host without a GPU the arena is host
+RAM that stands in for VRAM; on a GPU it is one tensor there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tierd.codec.layout import PageLayout, page_layout
+from tierd.errors import BudgetTooSmall, HotBudgetExceeded
+from tierd.types import CodecId, DType, Geometry
+from tierd.units import format_size
+
+TORCH_DTYPES = {
+    DType.FLOAT32: torch.float32,
+    DType.BFLOAT16: torch.bfloat16,
+    DType.FLOAT16: torch.float16,
+}
+
+
+def hot_block_bytes(geometry: Geometry) -> int:
+    """Return the bytes one block takes in the hot tier: all layers, raw layout."""
+    return geometry.layers * page_layout(geometry, CodecId.RAW).payload_bytes
+
+
+class HotArena:
+    """Slots of one block each, allocated once, within `budget_bytes`.
+
+    `keys` and `values` are views [slots, layers, kv_heads, block_tokens, head_dim]
+    in the model's dtype; they stay valid for the arena's life.
+    Raises BudgetTooSmall if not even one slot fits.
+    """
+
+    def __init__(self, geometry: Geometry, budget_bytes: int, *, blocks_max: int) -> None:
+        self.geometry = geometry
+        self.layout: PageLayout = page_layout(geometry, CodecId.RAW)
+        self.slot_bytes = hot_block_bytes(geometry)
+        self.budget_bytes = budget_bytes
+        self.slot_count = min(budget_bytes // self.slot_bytes, blocks_max)
+        if self.slot_count < 1:
+            raise BudgetTooSmall(
+                f"the hot budget of {format_size(budget_bytes)} does not hold one block; "
+                f"the smallest that does is {self.slot_bytes} bytes",
+                smallest_bytes=self.slot_bytes,
+            )
+        # torch's CPU and CUDA allocators align to at least 64 bytes, as the layout asks.
+        self._storage = torch.empty(self.slot_count * self.slot_bytes, dtype=torch.uint8)
+        self.base_address = self._storage.data_ptr()
+        assert self.base_address % 64 == 0, self.base_address
+        self.keys = self._view(self.layout.keys)
+        self.values = self._view(self.layout.values)
+        self._free = list(range(self.slot_count - 1, -1, -1))
+        self._used: set[int] = set()
+        self.peak_bytes = 0
+
+    def _view(self, offset_bytes: int) -> torch.Tensor:
+        geometry, layout = self.geometry, self.layout
+        item = geometry.dtype.itemsize
+        typed = self._storage.view(TORCH_DTYPES[geometry.dtype])
+        shape = (
+            self.slot_count,
+            geometry.layers,
+            geometry.kv_heads,
+            geometry.block_tokens,
+            geometry.head_dim,
+        )
+        strides = (
+            self.slot_bytes // item,
+            layout.payload_bytes // item,
+            layout.head_bytes // item,
+            geometry.head_dim,
+            1,
+        )
+        return typed.as_strided(shape, strides, offset_bytes // item)
+
+    @property
+    def used_slots(self) -> int:
+        """Slots in use now."""
+        return len(self._used)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of slots in use now."""
+        return len(self._used) * self.slot_bytes
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that `allocate` can still hand out."""
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """Return a free slot's index. Raises HotBudgetExceeded when the budget is used up."""
+        if not self._free:
+            raise HotBudgetExceeded(
+                f"hot budget of {format_size(self.budget_bytes)} is used up: "
+                f"{self.slot_count} blocks of {format_size(self.slot_bytes)} are hot"
+            )
+        slot = self._free.pop()
+        self._used.add(slot)
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Give a slot back; its bytes may be overwritten at once."""
+        self._used.remove(slot)
+        self._free.append(slot)
+
+    def page_address(self, slot: int, layer: int) -> int:
+        """Return the absolute address of one page (raw layout)."""
+        return self.base_address + slot * self.slot_bytes + layer * self.layout.payload_bytes
+
+    def poison(self) -> None:
+        """Fill every free slot with NaN bytes, so that a read of what is not there shows."""
+        for slot in self._free:
+            start = slot * self.slot_bytes
+            self._storage[start : start + self.slot_bytes].fill_(0xFF)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless slots and bytes are conserved."""
+        free, used = len(self._free), len(self._used)
+        assert free + used == self.slot_count, f"{free=} + {used=} != {self.slot_count=}"
+        assert not self._used.intersection(self._free), "a slot is both free and used"
+        total = self.slot_count * self.slot_bytes
+        assert total <= self.budget_bytes, f"{total=} > {self.budget_bytes=}"
+        assert self.used_bytes <= self.peak_bytes <= self.budget_bytes

@@ -1,0 +1,221 @@
+"""Executors: who attends over which pages, and the one merge behind them.
+
+    resident   hot pages, where they lie in the arena
+    near       warm pages, where they lie in host RAM; cold pages once staged
+    stream     warm pages after a copy into the staging ring; cold pages once staged
+
+For a few queries (decode, drafted tokens) all three run the same fused kernel
+over encoded pages and leave partials that one merge joins in the plan's order.
+For many (a prefill chunk) pages are decoded run by run into float32 staging
+and PyTorch's flash attention does the work.
+
+Buffers are made once; the decode path allocates nothing after warm-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierd.codec import decode_pages
+from tierd.codec.layout import HEADER_BYTES, PageLayout
+from tierd.types import Geometry
+from tierd_engine.arena import HotArena
+from tierd_engine.attention.copying import copy_pages
+from tierd_engine.attention.cpu import attend_pages, merge_partials
+from tierd_engine.attention.flash import FlashPartial, attend_own, attend_past, merge_into
+from tierd_engine.attention.plan import IntArray, LayerPlan, PageRun, PlanMode, StepPlan
+from tierd_engine.coldread import ColdReader
+from tierd_engine.staging import DecodeStaging, StagingRing
+
+FEW_QUERIES_MAX = 16  # up to here the fused kernel; a prefill chunk of more goes to flash
+
+Float32Array = npt.NDArray[np.float32]
+
+
+class Executors:
+    """Runs one layer's plan. `still_valid` says whether a copy just made may be used."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        heads: int,
+        arena: HotArena,
+        reader: ColdReader,
+        ring: StagingRing,
+        still_valid: Callable[[StepPlan], None],
+    ) -> None:
+        self.geometry = geometry
+        self.heads = heads
+        self.arena = arena
+        self.reader = reader
+        self.ring = ring
+        self.staging = DecodeStaging(geometry)
+        # Warm pages that stream copies get a ring of their own: cold reads run ahead in theirs.
+        self.copy_ring = StagingRing(0)
+        self._still_valid = still_valid
+        self._o: Float32Array = np.empty(0, dtype=np.float32)
+        self._lse: Float32Array = np.empty(0, dtype=np.float32)
+
+    def attend_few(
+        self,
+        layer: int,
+        plan: StepPlan,
+        q: Float32Array,
+        positions: IntArray,
+        hot_tokens: npt.NDArray[np.int32],
+        mode: PlanMode,
+        scale: float,
+    ) -> Float32Array:
+        """Return o [n, heads, head_dim] for q of that shape, over every page of the layer.
+
+        positions: [n] of the queries; hot_tokens: [hot blocks] valid tokens of each.
+        """
+        n = q.shape[0]
+        o, lse = self._scratch(plan.parts_max, n)
+        causal = (plan.hot_first, positions) if n > 1 else (None, None)
+        parts = len(plan.hot_blocks)
+        attend_pages(
+            q, plan.hot_addresses[layer], hot_tokens, self.arena.layout, scale,
+            o[:parts], lse[:parts], *causal,
+        )  # fmt: skip
+        for layout, addresses, tokens in self._encoded(layer, plan, mode):
+            end = parts + len(addresses)
+            attend_pages(
+                q, addresses, tokens, layout, scale, o[parts:end], lse[parts:end], None, None
+            )
+            parts = end
+        out = np.empty((n, self.heads, self.geometry.head_dim), dtype=np.float32)
+        out_lse = np.empty((n, self.heads), dtype=np.float32)
+        merge_partials(o[:parts], lse[:parts], out, out_lse)
+        return out
+
+    def attend_many(
+        self,
+        layer: int,
+        plan: StepPlan,
+        q: torch.Tensor,
+        own_keys: torch.Tensor,
+        own_values: torch.Tensor,
+        first_position: int,
+        mode: PlanMode,
+        scale: float,
+    ) -> torch.Tensor:
+        """Return o [heads, n, head_dim] for a chunk that starts at `first_position`.
+
+        q: [heads, n, head_dim]; own_keys, own_values: [kv_heads, n, head_dim]; float32.
+        """
+        result = attend_own(q, own_keys, own_values, scale)
+        filled = self._stage_hot(layer, plan, first_position, q, result, scale)
+        for layout, addresses, _ in self._encoded(layer, plan, mode):
+            filled = self._stage_encoded(layout, addresses, filled, q, result, scale)
+        self._attend_staged(filled, q, result, scale)
+        return result.o
+
+    def _encoded(
+        self, layer: int, plan: StepPlan, mode: PlanMode
+    ) -> Iterator[tuple[PageLayout, IntArray, npt.NDArray[np.int32]]]:
+        """Yield (layout, payload addresses, tokens) of pages below hot, in plan order.
+
+        Addresses are valid until the next one is asked for.
+        """
+        layer_plan: LayerPlan = plan.layers[layer]
+        for run in layer_plan.warm:
+            if mode is PlanMode.STREAM:
+                yield from self._streamed(run, plan)
+            else:
+                yield run.layout, run.addresses, run.tokens
+        for unit in layer_plan.cold:
+            addresses = self.reader.take()
+            tokens = np.full(len(addresses), self.geometry.block_tokens, dtype=np.int32)
+            yield unit.layout, addresses, tokens
+            self.reader.release()
+
+    def _streamed(
+        self, run: PageRun, plan: StepPlan
+    ) -> Iterator[tuple[PageLayout, IntArray, npt.NDArray[np.int32]]]:
+        slot_bytes = run.layout.slot_bytes
+        per_chunk = self.copy_ring.chunk_bytes // slot_bytes
+        for i, start in enumerate(range(0, len(run.addresses), per_chunk)):
+            source = run.addresses[start : start + per_chunk]
+            base = self.copy_ring.address(i % self.copy_ring.chunks) + HEADER_BYTES
+            staged = base + np.arange(len(source), dtype=np.int64) * slot_bytes
+            copy_pages(source, staged, run.layout.payload_bytes)
+            self._still_valid(plan)
+            yield run.layout, staged, run.tokens[start : start + per_chunk]
+
+    def _stage_hot(
+        self,
+        layer: int,
+        plan: StepPlan,
+        first_position: int,
+        q: torch.Tensor,
+        result: FlashPartial,
+        scale: float,
+    ) -> int:
+        """Gather the hot tokens before the chunk into staging; return how many stand there."""
+        tokens = self.geometry.block_tokens
+        filled = 0
+        for block, slot in zip(plan.hot_blocks, plan.hot_slots, strict=True):
+            count = min(tokens, first_position - block * tokens)
+            if count <= 0:
+                continue
+            if filled + count > self.staging.capacity_tokens:
+                self._attend_staged(filled, q, result, scale)
+                filled = 0
+            end = filled + count
+            self.staging.keys[:, filled:end] = self.arena.keys[slot, layer, :, :count]
+            self.staging.values[:, filled:end] = self.arena.values[slot, layer, :, :count]
+            filled = end
+        return filled
+
+    def _stage_encoded(
+        self,
+        layout: PageLayout,
+        addresses: IntArray,
+        filled: int,
+        q: torch.Tensor,
+        result: FlashPartial,
+        scale: float,
+    ) -> int:
+        tokens = self.geometry.block_tokens
+        done = 0
+        while done < len(addresses):
+            room = (self.staging.capacity_tokens - filled) // tokens
+            if room == 0:
+                self._attend_staged(filled, q, result, scale)
+                filled = 0
+                continue
+            part = addresses[done : done + room]
+            decode_pages(
+                part, layout, self.staging.keys_array, self.staging.values_array, filled
+            )
+            filled += len(part) * tokens
+            done += len(part)
+        return filled
+
+    def _attend_staged(
+        self, filled: int, q: torch.Tensor, result: FlashPartial, scale: float
+    ) -> None:
+        if filled == 0:
+            return
+        keys = self.staging.keys[:, :filled]
+        values = self.staging.values[:, :filled]
+        merge_into(result, attend_past(q, keys, values, scale))
+
+    def _scratch(self, parts: int, n: int) -> tuple[Float32Array, Float32Array]:
+        """Return o [parts, n, heads, head_dim] and lse [parts, n, heads], both contiguous."""
+        rows, head_dim = parts * n * self.heads, self.geometry.head_dim
+        if self._lse.size < rows:
+            self._lse = np.empty(2 * rows, dtype=np.float32)
+            self._o = np.empty(2 * rows * head_dim, dtype=np.float32)
+        o = self._o[: rows * head_dim].reshape(parts, n, self.heads, head_dim)
+        return o, self._lse[:rows].reshape(parts, n, self.heads)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of all staging: they do not grow with the context."""
+        return self.ring.total_bytes + self.copy_ring.total_bytes + self.staging.total_bytes

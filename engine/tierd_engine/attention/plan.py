@@ -1,0 +1,154 @@
+"""Plan of a step: for each layer, which executor handles which pages.
+
+A plan is made from what is hot (the engine knows) and the page table (the
+daemon wrote it), and stays good until either changes. It holds arrays, so
+that a layer costs a few kernel calls and no Python per page.
+
+The order of a layer's pages is fixed: hot, warm raw, warm int8, cold raw,
+cold int8, each by block. So a run repeats bit for bit.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tierd.codec.layout import HEADER_BYTES, PageLayout, page_layout
+from tierd.errors import InvalidArgument, PageMiss
+from tierd.types import CodecId, Geometry, Tier
+from tierd_engine.coldread import ColdPage, ColdUnit
+
+IntArray = npt.NDArray[np.int64]
+
+
+class PlanMode(enum.StrEnum):
+    """STREAM copies encoded pages to staging first; NEAR attends where they lie.
+
+    AUTO: near for a few queries, stream for many (on a host without a GPU).
+    """
+
+    AUTO = "auto"
+    STREAM = "stream"
+    NEAR = "near"
+
+    @classmethod
+    def parse(cls, text: str) -> PlanMode:
+        """Return the mode named `text`. Raises InvalidArgument."""
+        try:
+            return cls(text)
+        except ValueError:
+            raise InvalidArgument(f"plan {text!r} is none of stream, near, auto") from None
+
+
+@dataclass(frozen=True, slots=True)
+class PageRun:
+    """Warm pages of one layer and codec: payload addresses, in block order."""
+
+    layout: PageLayout
+    addresses: IntArray
+    tokens: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """What one layer attends over below the hot tier."""
+
+    warm: tuple[PageRun, ...]
+    cold: tuple[ColdUnit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """All layers' plans, at one page-table version and one set of hot blocks.
+
+    `hot_addresses`: [layers, hot blocks] absolute addresses; `hot_first`: [hot
+    blocks] first token position of each.
+    """
+
+    table_version: int
+    hot_blocks: tuple[int, ...]
+    hot_slots: tuple[int, ...]
+    hot_addresses: IntArray
+    hot_first: IntArray
+    layers: tuple[LayerPlan, ...]
+    cold_units: tuple[ColdUnit, ...]
+    warm_pages: int
+    cold_pages: int
+    parts_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableCopy:
+    """A validated copy of page-table entries, arrays [layers, blocks]."""
+
+    tier: npt.NDArray[np.uint8]
+    codec: npt.NDArray[np.uint8]
+    slab: npt.NDArray[np.uint32]
+    slot: npt.NDArray[np.uint32]
+    generation: npt.NDArray[np.uint32]
+
+
+def require_published(table: TableCopy, below_hot: IntArray) -> None:
+    """Raise PageMiss for the first block (then layer) that is neither hot nor published."""
+    missing = table.tier[:, below_hot] == Tier.NONE
+    if not missing.any():
+        return
+    column = int(np.argmax(missing.any(axis=0)))
+    layer = int(np.argmax(missing[:, column]))
+    block = int(below_hot[column])
+    raise PageMiss(
+        f"layer {layer} block {block} is in no tier; it will be recomputed",
+        layer=layer,
+        block=block,
+    )
+
+
+def warm_runs(
+    geometry: Geometry,
+    table: TableCopy,
+    layer: int,
+    below_hot: IntArray,
+    slab_address: Callable[[int], int],
+) -> tuple[PageRun, ...]:
+    """Return the layer's warm pages, one run a codec."""
+    runs = []
+    is_warm = table.tier[layer, below_hot] == Tier.WARM
+    for codec in (CodecId.RAW, CodecId.INT8):
+        blocks = below_hot[is_warm & (table.codec[layer, below_hot] == codec)]
+        if not len(blocks):
+            continue
+        layout = page_layout(geometry, codec)
+        slabs = table.slab[layer, blocks]
+        unique, inverse = np.unique(slabs, return_inverse=True)
+        bases = np.array([slab_address(int(slab)) for slab in unique], dtype=np.int64)
+        offsets = table.slot[layer, blocks].astype(np.int64) * layout.slot_bytes
+        addresses = bases[inverse] + offsets + HEADER_BYTES
+        tokens = np.full(len(blocks), geometry.block_tokens, dtype=np.int32)
+        runs.append(PageRun(layout, addresses, tokens))
+    return tuple(runs)
+
+
+def cold_units(
+    geometry: Geometry,
+    table: TableCopy,
+    layer: int,
+    below_hot: IntArray,
+    chunk_bytes: int,
+    make_page: Callable[[int, int, PageLayout], ColdPage],
+) -> tuple[ColdUnit, ...]:
+    """Return the layer's cold pages in units that fit a staging chunk."""
+    units = []
+    is_cold = table.tier[layer, below_hot] == Tier.COLD
+    for codec in (CodecId.RAW, CodecId.INT8):
+        blocks = below_hot[is_cold & (table.codec[layer, below_hot] == codec)]
+        layout = page_layout(geometry, codec)
+        per_unit = chunk_bytes // layout.slot_bytes
+        for start in range(0, len(blocks), per_unit):
+            part = blocks[start : start + per_unit]
+            pages = tuple(make_page(layer, int(block), layout) for block in part)
+            units.append(ColdUnit(layout, pages))
+    return tuple(units)

@@ -1,0 +1,1 @@
+"""Benchmarks: each prints its figure, its limit and the ratio. Run them with `scripts/bench`."""

@@ -1,0 +1,97 @@
+"""`scripts/bench`: one verb per benchmark; data on stdout, progress on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from tierd.errors import TierdError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one benchmark; return the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except TierdError as error:
+        print(f"bench: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    decode = verbs.add_parser("decode", help="decode tokens/s beside transformers' own cache")
+    decode.add_argument("--context", type=int, default=16384, help="tokens (default 16384)")
+    decode.add_argument("--hot", type=float, default=0.25, help="share hot (default 0.25)")
+    decode.add_argument("--codec", default="int8", help="raw or int8 (default int8)")
+    decode.add_argument("--steps", type=int, default=6, help="steps a round (default 6)")
+    decode.set_defaults(run=_decode)
+    exact = verbs.add_parser("exact", help="raw tokens against the own cache, every cell")
+    exact.add_argument("--context", type=int, nargs="*", help="tokens; default: all lengths")
+    exact.set_defaults(run=_exact)
+    fidelity = verbs.add_parser("fidelity", help="KL and top-1 of a lossy codec")
+    fidelity.add_argument("--context", type=int, default=4096)
+    fidelity.add_argument("--codec", default="int8")
+    fidelity.add_argument("--tokens", type=int, default=448, help="teacher-forced tokens")
+    fidelity.set_defaults(run=_fidelity)
+    kernels = verbs.add_parser("kernels", help="codec and attention kernels against memory")
+    kernels.set_defaults(run=_kernels)
+    for verb in (decode, exact, fidelity):
+        verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    return parser
+
+
+def _decode(options: argparse.Namespace) -> int:
+    from tierd.codec import parse_codec
+    from tierd_engine.bench.decode import bench_decode, decode_to_dict, print_decode
+
+    rows = bench_decode(
+        options.context, hot=options.hot, codec=parse_codec(options.codec), steps=options.steps
+    )
+    if options.json:
+        print(json.dumps(decode_to_dict(rows)))
+    else:
+        print_decode(rows)
+    return 0
+
+
+def _exact(options: argparse.Namespace) -> int:
+    from tierd_engine.bench.exact import CONTEXTS, bench_exact, exact_to_dict, print_exact
+    from tierd_engine.bench.texts import python_reference
+
+    cells = bench_exact(options.context or CONTEXTS, python_reference())
+    if options.json:
+        print(json.dumps(exact_to_dict(cells)))
+    else:
+        print_exact(cells)
+    return 0 if all(cell.holds for cell in cells) else 1
+
+
+def _fidelity(options: argparse.Namespace) -> int:
+    from tierd.codec import parse_codec
+    from tierd_engine.bench.fidelity import bench_fidelity, fidelity_to_dict, print_fidelity
+
+    rows = bench_fidelity(options.context, parse_codec(options.codec), options.tokens)
+    if options.json:
+        print(json.dumps(fidelity_to_dict(rows)))
+    else:
+        print_fidelity(rows)
+    return 0 if all(row.holds for row in rows) else 1
+
+
+def _kernels(options: argparse.Namespace) -> int:
+    from tierd_engine.bench_codec import benchmark_codec
+    from tierd_engine.bench_kernels import benchmark_attention
+
+    benchmark_codec()
+    benchmark_attention()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

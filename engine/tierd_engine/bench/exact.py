@@ -1,0 +1,186 @@
+"""Exactness on the real model: tokens over raw tiers against the model's own cache, all cells.
+
+For each context length the own cache runs once; each (hot budget, plan) cell
+then runs over tiers and must give the same greedy tokens, with logits within
+3e-4 of the own cache's in float32 (attention.md).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tierd.client import Client
+from tierd.config import DaemonConfig
+from tierd.daemon import EmbeddedDaemon
+from tierd.errors import BudgetTooSmall
+from tierd.types import CodecId, DType, Namespace
+from tierd_engine import hf
+from tierd_engine.attention.plan import PlanMode
+from tierd_engine.bench.machine import describe_machine
+from tierd_engine.fidelity import OwnCacheRun
+from tierd_engine.generator import Generator
+from tierd_engine.prompt import build_prompt
+from tierd_engine.session import SessionKV
+from tierd_engine.sizing import JobSizes, size_tiers
+
+LOGIT_DIFFERENCE_MAX = 3e-4
+NEW_TOKENS = 128
+CONTEXTS = (255, 256, 257, 300, 1000, 4096, 8000)
+SMALLEST = "smallest"
+HOT_BUDGETS = ("25%", "10%", SMALLEST)
+
+
+@dataclass(frozen=True, slots=True)
+class ExactCell:
+    """One context, hot budget and plan: what was compared."""
+
+    context_tokens: int
+    hot: str
+    plan: str
+    block_tokens: int
+    hot_budget_bytes: int
+    hot_peak_bytes: int
+    tokens_identical: bool
+    logit_difference_max: float
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether this cell meets every part of the bar."""
+        return (
+            self.tokens_identical
+            and self.logit_difference_max < LOGIT_DIFFERENCE_MAX
+            and self.hot_peak_bytes <= self.hot_budget_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    prompt: list[int]
+    tokens: list[int]
+    logits: list[Any]
+
+
+def bench_exact(contexts: Sequence[int], document: str) -> list[ExactCell]:
+    """Run every cell of the given contexts on SmolLM2 in float32."""
+    folder = hf.resolve_model(hf.PACKAGED_MODEL)
+    config = hf.load_config(folder)
+    shape = hf.model_shape(config)
+    model = hf.load_model(folder, config, DType.FLOAT32)
+    tokenizer = hf.load_tokenizer(folder)
+    cells = []
+    for context in contexts:
+        prompt = build_prompt(tokenizer, document, "What is this about?", context).token_ids
+        reference = _reference(model, prompt)
+        for hot in HOT_BUDGETS:
+            sizes = _sizes(shape, context, hot)
+            for plan in (PlanMode.NEAR, PlanMode.STREAM):
+                cell = _cell(model, shape, reference, hot, sizes, plan)
+                print(_line(cell), file=sys.stderr, flush=True)
+                cells.append(cell)
+    return cells
+
+
+def _reference(model: Any, prompt: list[int]) -> _Reference:
+    run = OwnCacheRun(model)
+    logits = [run.prefill(prompt)]
+    tokens = [int(logits[0].argmax())]
+    while len(tokens) < NEW_TOKENS:
+        logits.append(run.decode(tokens[-1]))
+        tokens.append(int(logits[-1].argmax()))
+    return _Reference(prompt, tokens, logits)
+
+
+def _sizes(shape: hf.ModelShape, context: int, hot: str) -> JobSizes:
+    def sized(hot_text: str) -> JobSizes:
+        return size_tiers(
+            shape, DType.FLOAT32, CodecId.RAW, context_tokens=context,
+            max_new_tokens=NEW_TOKENS, hot=hot_text, warm="25%", block_tokens=None,
+        )  # fmt: skip
+
+    if hot != SMALLEST:
+        return sized(hot)
+    try:
+        return sized("1")
+    except BudgetTooSmall as error:
+        return sized(str(error.smallest_bytes))
+
+
+def _cell(
+    model: Any,
+    shape: hf.ModelShape,
+    reference: _Reference,
+    hot: str,
+    sizes: JobSizes,
+    plan: PlanMode,
+) -> ExactCell:
+    start = time.perf_counter()
+    geometry = shape.geometry(DType.FLOAT32, sizes.block_tokens)
+    with ExitStack() as stack:
+        config = DaemonConfig.embedded(warm_bytes=sizes.warm_budget_bytes)
+        daemon = stack.enter_context(EmbeddedDaemon(config))
+        client = Client.connect(daemon.socket)
+        stack.callback(client.close)
+        namespace = Namespace(geometry, weights_digest="bench", codec=CodecId.RAW)
+        handle = client.open_session(namespace, sizes.total_tokens)
+        kv = SessionKV(
+            client, handle, shape.heads, sizes.hot_budget_bytes, sizes.total_tokens, plan
+        )
+        stack.callback(kv.close)
+        kv.arena.poison()
+        generator = Generator(model, kv)
+        logits = generator.feed(reference.prompt)
+        difference, identical = 0.0, True
+        for i, (token, expected) in enumerate(
+            zip(reference.tokens, reference.logits, strict=True)
+        ):
+            difference = max(difference, float((logits - expected).abs().max()))
+            identical &= int(logits.argmax()) == token
+            if i + 1 < NEW_TOKENS:
+                logits = generator.feed([token])
+        kv.check_integrity()
+        return ExactCell(
+            len(reference.prompt), hot, str(plan), sizes.block_tokens, kv.arena.budget_bytes,
+            kv.arena.peak_bytes, identical, difference, time.perf_counter() - start,
+        )  # fmt: skip
+
+
+def _line(cell: ExactCell) -> str:
+    return (
+        f"{cell.context_tokens:8d} {cell.hot:>9} {cell.plan:>7} {cell.block_tokens:6d} "
+        f"{cell.hot_peak_bytes:>12d} {cell.hot_budget_bytes:>12d} "
+        f"{'yes' if cell.tokens_identical else 'NO':>9} {cell.logit_difference_max:10.2e} "
+        f"{cell.seconds:7.1f}  {'ok' if cell.holds else 'FAILS'}"
+    )
+
+
+def print_exact(cells: list[ExactCell]) -> None:
+    """Print every cell and the worst figure against its limit."""
+    print(f"exactness, SmolLM2-135M float32, codec raw, {NEW_TOKENS} tokens; {describe_machine()}")
+    print(
+        f"{'context':>8} {'hot':>9} {'plan':>7} {'block':>6} {'hot peak':>12} "
+        f"{'hot budget':>12} {'identical':>9} {'|dlogit|':>10} {'seconds':>7}"
+    )
+    for cell in cells:
+        print(_line(cell))
+    worst = max(cell.logit_difference_max for cell in cells)
+    print(
+        f"{sum(cell.holds for cell in cells)} of {len(cells)} cells hold; "
+        f"worst |dlogit| {worst:.2e}, limit {LOGIT_DIFFERENCE_MAX:.0e}, "
+        f"ratio {worst / LOGIT_DIFFERENCE_MAX:.2f}"
+    )
+
+
+def exact_to_dict(cells: list[ExactCell]) -> dict[str, Any]:
+    """Return the versioned JSON object."""
+    return {
+        "version": 1,
+        "benchmark": "exact",
+        "holds": all(cell.holds for cell in cells),
+        "cells": [asdict(cell) for cell in cells],
+    }

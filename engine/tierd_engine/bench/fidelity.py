@@ -1,0 +1,202 @@
+"""Fidelity of a lossy codec on real text: KL, perplexity and top-1 against the exact cache.
+
+The reference is the model's own full-precision cache, teacher-forced. A row
+for the q8_0 layout (groups of 32 along the channel, symmetric) quantises the
+very tokens that the tiers had below hot, on the same text. Unlike that row,
+the tiers' row carries the codec's error through prefill too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tierd.client import Client
+from tierd.codec.layout import page_layout
+from tierd.config import DaemonConfig
+from tierd.daemon import EmbeddedDaemon
+from tierd.types import CodecId, DType, Geometry, Namespace
+from tierd_engine import hf
+from tierd_engine.arena import hot_block_bytes
+from tierd_engine.attention.executors import FEW_QUERIES_MAX
+from tierd_engine.attention.plan import PlanMode
+from tierd_engine.bench.machine import describe_machine
+from tierd_engine.bench.texts import python_reference
+from tierd_engine.cache import TierCache
+from tierd_engine.fidelity import own_attention
+from tierd_engine.generator import Generator
+from tierd_engine.session import SessionKV
+
+_BLOCK_TOKENS = 256
+_HOT_BLOCKS = 2
+_Q8_GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class FidelityBar:
+    """The limits of attention.md for one codec."""
+
+    kl_mean: float
+    perplexity_change: float
+    top1: float
+
+
+BARS = {
+    CodecId.RAW: FidelityBar(1e-6, 1e-4, 1.0),
+    CodecId.INT8: FidelityBar(1e-4, 1e-3, 0.995),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FidelityRow:
+    """One layout on one text. `perplexity_change` is relative; `kl_limit` inf for no bar."""
+
+    name: str
+    context_tokens: int
+    tokens: int
+    kl_mean: float
+    kl_p99: float
+    perplexity_change: float
+    top1: float
+    kl_limit: float
+    holds: bool
+
+
+def bench_fidelity(context: int, codec: CodecId, tokens: int) -> list[FidelityRow]:
+    """Measure `codec` over tiers, and the q8_0 layout, on CPython's language reference."""
+    folder = hf.resolve_model(hf.PACKAGED_MODEL)
+    config = hf.load_config(folder)
+    shape = hf.model_shape(config)
+    model = hf.load_model(folder, config, DType.FLOAT32)
+    tokenizer = hf.load_tokenizer(folder)
+    ids = tokenizer(python_reference(), add_special_tokens=False, verbose=False)["input_ids"]
+    prompt, forced = ids[:context], ids[context : context + tokens]
+    exact = _own_logits(model, prompt, forced, quantise=None)
+    below = slice(_BLOCK_TOKENS, max(_BLOCK_TOKENS, context - _BLOCK_TOKENS))
+    q8_logits = _own_logits(model, prompt, forced, quantise=below)
+    tier_logits = _tier_logits(model, shape, codec, prompt, forced)
+    q8 = _row("q8_0 layout", context, exact, q8_logits, forced, None)
+    ours = _row(f"tierd {codec.name.lower()}", context, exact, tier_logits, forced, BARS[codec])
+    if codec is not CodecId.RAW and ours.kl_mean >= q8.kl_mean:
+        ours = FidelityRow(**{**asdict(ours), "holds": False})
+    return [ours, q8]
+
+
+def _own_logits(
+    model: Any, prompt: Sequence[int], forced: Sequence[int], quantise: slice | None
+) -> torch.Tensor:
+    """Return logits [tokens, vocab] of the own cache, part of it rounded to the q8_0 layout."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    with own_attention(model), torch.inference_mode():
+        output = model(
+            input_ids=torch.tensor([list(prompt)]), cache=cache, use_cache=True, logits_to_keep=1
+        )
+        if quantise is not None:
+            for layer in cache.layers:
+                layer.keys[:, :, quantise] = round_q8_0(layer.keys[:, :, quantise])
+                layer.values[:, :, quantise] = round_q8_0(layer.values[:, :, quantise])
+        rest = model(
+            input_ids=torch.tensor([list(forced[:-1])]), cache=cache, use_cache=True
+        )
+    return torch.cat([output.logits[0], rest.logits[0]]).float()
+
+
+def round_q8_0(x: torch.Tensor) -> torch.Tensor:
+    """Return x rounded to 8 bits, symmetric, float16 scales over groups of 32 channels."""
+    grouped = x.unflatten(-1, (-1, _Q8_GROUP))
+    scale = (grouped.abs().amax(-1, keepdim=True) / 127).half().float()
+    codes = torch.where(scale > 0, (grouped / scale).round(), torch.zeros_like(grouped))
+    return (codes.clamp(-127, 127) * scale).flatten(-2)
+
+
+def _tier_logits(
+    model: Any, shape: hf.ModelShape, codec: CodecId, prompt: list[int], forced: list[int]
+) -> torch.Tensor:
+    geometry = shape.geometry(DType.FLOAT32, _BLOCK_TOKENS)
+    total = len(prompt) + len(forced)
+    with ExitStack() as stack:
+        daemon = stack.enter_context(EmbeddedDaemon(_daemon_config(geometry, codec, total)))
+        client = Client.connect(daemon.socket)
+        stack.callback(client.close)
+        namespace = Namespace(geometry, weights_digest="bench", codec=codec)
+        handle = client.open_session(namespace, total)
+        hot_bytes = _HOT_BLOCKS * hot_block_bytes(geometry)
+        kv = SessionKV(client, handle, shape.heads, hot_bytes, total, PlanMode.NEAR)
+        stack.callback(kv.close)
+        generator = Generator(model, kv)
+        rows = [generator.feed(list(prompt))[None]]
+        cache = TierCache(kv)
+        start = 0
+        while start < len(forced) - 1:
+            # Few enough queries for the fused kernel: what is measured is decode's own path.
+            n = min(FEW_QUERIES_MAX, kv.step_tokens_max(), len(forced) - 1 - start)
+            with torch.inference_mode():
+                ids = torch.tensor([forced[start : start + n]])
+                rows.append(model(input_ids=ids, cache=cache, use_cache=True).logits[0].float())
+            start += n
+        return torch.cat(rows)
+
+
+def _daemon_config(geometry: Geometry, codec: CodecId, total: int) -> DaemonConfig:
+    block = geometry.layers * page_layout(geometry, codec).slot_bytes
+    # Half the pages warm, half cold: both are read by every step.
+    return DaemonConfig.embedded(warm_bytes=max(2, geometry.blocks_for(total) // 2) * block)
+
+
+def _row(
+    name: str,
+    context: int,
+    exact: torch.Tensor,
+    other: torch.Tensor,
+    forced: Sequence[int],
+    bar: FidelityBar | None,
+) -> FidelityRow:
+    log_p = torch.log_softmax(exact.double(), -1)
+    log_q = torch.log_softmax(other.double(), -1)
+    divergence = (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0).numpy()
+    targets = torch.tensor(list(forced))[:, None]
+    change = math.exp(float((log_p - log_q).gather(1, targets).mean())) - 1
+    top1 = float((exact.argmax(-1) == other.argmax(-1)).double().mean())
+    kl_mean = float(np.mean(divergence))
+    holds = bar is None or (
+        kl_mean < bar.kl_mean and abs(change) < bar.perplexity_change and top1 >= bar.top1
+    )
+    limit = bar.kl_mean if bar else math.inf
+    return FidelityRow(
+        name, context, len(forced), kl_mean, float(np.percentile(divergence, 99)),
+        change, top1, limit, holds,
+    )  # fmt: skip
+
+
+def print_fidelity(rows: list[FidelityRow]) -> None:
+    """Print the rows as a table on stdout."""
+    print(f"fidelity, SmolLM2-135M float32, CPython's language reference; {describe_machine()}")
+    print(
+        f"{'':16} {'context':>8} {'tokens':>6} {'KL mean':>9} {'limit':>9} {'ratio':>6} "
+        f"{'KL p99':>9} {'dppl':>9} {'top-1':>7}"
+    )
+    for row in rows:
+        print(
+            f"{row.name:16} {row.context_tokens:8d} {row.tokens:6d} {row.kl_mean:9.2e} "
+            f"{row.kl_limit:9.0e} {row.kl_mean / row.kl_limit:6.2f} {row.kl_p99:9.2e} "
+            f"{row.perplexity_change:9.3%} {row.top1:7.2%} {'ok' if row.holds else 'FAILS'}"
+        )
+
+
+def fidelity_to_dict(rows: list[FidelityRow]) -> dict[str, Any]:
+    """Return the versioned JSON object."""
+    plain = [{**asdict(row), "kl_limit": row.kl_limit if row.kl_limit < 1 else None} for row in rows]
+    return {
+        "version": 1,
+        "benchmark": "fidelity",
+        "holds": all(row.holds for row in rows),
+        "rows": plain,
+    }

@@ -1,0 +1,120 @@
+"""TierCache: a transformers cache whose layers keep their KV in tierd's tiers.
+
+The model calls `update` of a layer, then its attention function. `update`
+appends to the hot tier and leaves the layer in a hand-off of this thread; the
+attention function registered as "tierd" takes it from there and attends over
+all tiers. No model code is touched.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from tierd.errors import InvalidArgument, UnsupportedModel
+from tierd_engine.session import SessionKV
+
+ATTENTION_NAME = "tierd"
+
+# What a model may pass to attention and tiers do not compute: refused, never ignored.
+_REFUSED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask")
+
+_handoff = threading.local()
+
+
+class TierLayer(CacheLayerMixin):
+    """One layer's share of a SessionKV. Holds no tensors itself."""
+
+    is_sliding = False
+
+    def __init__(self, kv: SessionKV, layer: int) -> None:
+        super().__init__()
+        self.kv = kv
+        self.layer = layer
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the session's geometry is known."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append K and V, [1, kv_heads, n, head_dim], and return them as they are."""
+        if key_states.shape[0] != 1:
+            raise InvalidArgument(
+                f"tierd attends for one sequence at a time; the batch is {key_states.shape[0]}"
+            )
+        if self.layer == 0:
+            if self.kv.step_tokens:
+                self.kv.cancel()
+            self.kv.begin(key_states.shape[2])
+        self.kv.append(self.layer, key_states[0], value_states[0])
+        _handoff.layer = self
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens the session holds before the running step."""
+        return self.kv.position
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return (key length, offset) of the mask that a model may ask for."""
+        return self.kv.position + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return how many tokens the session was opened for."""
+        return self.kv.max_tokens
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.kv.truncate(0)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Refuse: beam search would need every tier reordered alike."""
+        raise UnsupportedModel("beam search over tiers is not supported; use greedy or sampling")
+
+
+class TierCache(Cache):
+    """`past_key_values` of a model whose attention implementation is "tierd"."""
+
+    def __init__(self, kv: SessionKV) -> None:
+        super().__init__(layers=[TierLayer(kv, layer) for layer in range(kv.geometry.layers)])
+        self.kv = kv
+
+
+def tier_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend from query [1, heads, n, head_dim] over all tiers; return [1, n, heads, head_dim].
+
+    Registered with transformers as the attention implementation "tierd".
+    """
+    layer: TierLayer | None = getattr(_handoff, "layer", None)
+    _handoff.layer = None
+    if layer is None or layer.layer != getattr(module, "layer_idx", None):
+        raise InvalidArgument('attention "tierd" needs a TierCache as the model\'s cache')
+    for name in _REFUSED_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            raise UnsupportedModel(
+                f"{type(module).__name__} passes {name} to attention; tiers do not support it yet"
+            )
+    if attention_mask is not None or dropout:
+        raise UnsupportedModel("tiers attend causally: attention masks and dropout are not taken")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    o = layer.kv.attend(layer.layer, query[0], key[0], value[0], scale)
+    if layer.layer == layer.kv.geometry.layers - 1:
+        layer.kv.finish()
+    return o[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, tier_attention)

@@ -1,0 +1,190 @@
+"""Cold reader: brings cold pages into the staging ring before they are attended.
+
+Invariants:
+  taken <= issued <= taken + ring chunks; a chunk is refilled only after `release`
+  a page's address leaves `take` only after its header and digest were verified
+  every wait ends at a deadline
+
+Exact decode reads the same cold pages, in the same order, at every step: the
+schedule is known, and cyclic. So reading ahead is no guess, and the first
+units of a step are read under the end of the step before.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tierd.codec.layout import HEADER_BYTES, PageLayout
+from tierd.errors import DeadlineExceeded, PageDamaged, PageMiss
+from tierd_engine.staging import StagingRing
+
+READ_THREADS = 4
+# 8 MiB in a chunk; 1 MiB/s is the slowest disk a job can still use: 8 s, and 2 s of grace.
+READ_DEADLINE_SECONDS = 10.0
+_READS_PER_PAGE = 2  # a digest mismatch gets one re-read, for a bit flipped on the way
+
+
+@dataclass(frozen=True, slots=True)
+class ColdPage:
+    """One page to read: where it lies and what its header must say."""
+
+    layer: int
+    block: int
+    fd: int
+    offset: int
+    verify: Callable[[memoryview], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ColdUnit:
+    """Pages of one layer and one codec that fill at most one chunk."""
+
+    layout: PageLayout
+    pages: tuple[ColdPage, ...]
+
+
+class ColdReader:
+    """Reads a cyclic schedule of units ahead of `take`. Used by one thread."""
+
+    def __init__(self, ring: StagingRing, clock: Callable[[], float] = time.monotonic) -> None:
+        self.ring = ring
+        self._clock = clock
+        self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="tierd-cold")
+        self._units: Sequence[ColdUnit] = ()
+        self._issued: deque[list[Future[None]]] = deque()
+        self._issued_count = 0
+        self._taken_count = 0
+        self._released_count = 0
+        self.pages_read = 0
+        self.bytes_read = 0
+        self.wait_seconds = 0.0
+
+    def set_schedule(self, units: Sequence[ColdUnit]) -> None:
+        """Read `units` in this order, again and again. Drops what an older schedule read."""
+        self._drain()
+        self._units = units
+        self._issued_count = self._taken_count = self._released_count = 0
+        self._fill()
+
+    def take(self) -> npt.NDArray[np.int64]:
+        """Return the payload addresses of the next unit's pages, verified.
+
+        Valid until `release`. Raises PageDamaged, PageMiss or DeadlineExceeded;
+        the reader then needs a new schedule.
+        """
+        futures = self._issued.popleft()
+        unit = self._units[self._taken_count % len(self._units)]
+        chunk = self._taken_count % self.ring.chunks
+        start = self._clock()
+        for future in futures:
+            remaining = start + READ_DEADLINE_SECONDS - self._clock()
+            try:
+                future.result(timeout=max(remaining, 0.0))
+            except FutureTimeout:
+                raise DeadlineExceeded(
+                    f"cold tier: the disk did not answer within {READ_DEADLINE_SECONDS:.0f} s"
+                ) from None
+        self._taken_count += 1
+        self.wait_seconds += self._clock() - start
+        self.pages_read += len(unit.pages)
+        self.bytes_read += len(unit.pages) * unit.layout.slot_bytes
+        first = self.ring.address(chunk) + HEADER_BYTES
+        return first + np.arange(len(unit.pages), dtype=np.int64) * unit.layout.slot_bytes
+
+    def release(self) -> None:
+        """Let the chunk of the last taken unit be filled again."""
+        self._released_count += 1
+        assert self._released_count == self._taken_count, "one unit is in use at a time"
+        self._fill()
+
+    def _fill(self) -> None:
+        if not self._units:
+            return
+        # Never further ahead than one whole cycle: a short schedule is read once a step.
+        ahead_max = min(self.ring.chunks, len(self._units))
+        while self._issued_count - self._released_count < ahead_max:
+            unit = self._units[self._issued_count % len(self._units)]
+            chunk = self._issued_count % self.ring.chunks
+            slot_bytes = unit.layout.slot_bytes
+            self._issued.append(
+                [
+                    self._pool.submit(
+                        _read_page, page, self.ring.view(chunk, i * slot_bytes, slot_bytes)
+                    )
+                    for i, page in enumerate(unit.pages)
+                ]
+            )
+            self._issued_count += 1
+
+    def _drain(self) -> None:
+        pending = [future for futures in self._issued for future in futures]
+        self._issued.clear()
+        for future in pending:
+            future.cancel()
+        deadline = self._clock() + READ_DEADLINE_SECONDS
+        for future in pending:
+            if future.cancelled():
+                continue
+            try:
+                # The outcome of a read that nobody takes any more does not matter.
+                future.exception(timeout=max(deadline - self._clock(), 0.0))
+            except FutureTimeout:
+                raise DeadlineExceeded("cold tier: a read did not end in time") from None
+
+    def close(self) -> None:
+        """Stop reading. A read stuck in the kernel is left to end by itself."""
+        for futures in self._issued:
+            for future in futures:
+                future.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the ring's counts add up."""
+        issued, taken, released = self._issued_count, self._taken_count, self._released_count
+        assert released <= taken <= released + 1, f"{released=} {taken=}"
+        assert issued - released <= self.ring.chunks, f"{issued=} {released=}"
+        assert len(self._issued) == issued - taken, f"{len(self._issued)=} {issued=} {taken=}"
+
+
+def _read_page(page: ColdPage, into: memoryview) -> None:
+    for attempt in range(_READS_PER_PAGE):
+        _read_whole(page, into)
+        try:
+            page.verify(into)
+        except PageDamaged:
+            if attempt + 1 == _READS_PER_PAGE:
+                raise
+        else:
+            return
+
+
+def _read_whole(page: ColdPage, into: memoryview) -> None:
+    done = 0
+    while done < len(into):
+        try:
+            got = os.preadv(page.fd, [into[done:]], page.offset + done)
+        except OSError as error:
+            # Whatever the disk says, the page is gone for us: recomputing it is always right.
+            raise PageMiss(
+                f"cold tier: layer {page.layer} block {page.block}: {error.strerror}",
+                layer=page.layer,
+                block=page.block,
+            ) from error
+        if got == 0:
+            raise PageMiss(
+                f"cold tier: layer {page.layer} block {page.block}: slab file ends early",
+                layer=page.layer,
+                block=page.block,
+            )
+        done += got
+
+

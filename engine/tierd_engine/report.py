@@ -1,0 +1,155 @@
+"""Report of a job: what stood in which tier, how fast, and what was checked.
+
+The dictionary is a versioned interface: a key keeps its meaning, new ones may
+come. `decode.rpc_per_step` counts calls made inside decode steps;
+`decode.demotion_rpcs` those made between steps, when a full block went down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tierd.client import Client
+from tierd.codec.layout import page_layout
+from tierd.types import CodecId, Tier
+
+if TYPE_CHECKING:
+    from tierd_engine.fidelity import FidelityReport
+    from tierd_engine.generator import Generator
+    from tierd_engine.runner import PreparedJob, Timings
+    from tierd_engine.session import SessionKV
+
+REPORT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TierFigures:
+    """One tier's row: pages held, their bytes, share of all pages, pages read per new token."""
+
+    pages: int
+    bytes: int
+    share: float
+    pages_read_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobReport:
+    """What a job did. `sections` is the JSON object without its version."""
+
+    text: str
+    sections: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the versioned JSON object."""
+        return {"version": REPORT_VERSION, "text": self.text, **self.sections}
+
+
+def build_report(
+    job: PreparedJob,
+    client: Client,
+    generator: Generator,
+    timings: Timings,
+    new_tokens: int,
+    text: str,
+    fidelity: FidelityReport | None,
+) -> JobReport:
+    """Collect the report from the session, the daemon's stats and the clock."""
+    kv = generator.kv
+    daemon = client.stats()
+    counts = kv.counts
+    tiers = _tier_figures(kv)
+    steps = max(timings.decode_steps, 1)
+    sections: dict[str, Any] = {
+        "model": job.spec.model,
+        "dtype": str(job.dtype),
+        "codec": job.codec.name.lower(),
+        "plan": str(job.plan),
+        "block_tokens": job.sizes.block_tokens,
+        "kv_bytes": job.sizes.kv_bytes,
+        "prefill": {
+            "tokens": job.sizes.context_tokens,
+            "seconds": timings.prefill_seconds,
+            "tokens_per_second": job.sizes.context_tokens / timings.prefill_seconds,
+        },
+        "decode": {
+            "tokens": new_tokens,
+            "steps": timings.decode_steps,
+            "seconds": timings.decode_seconds,
+            "tokens_per_second": _rate(timings.decode_steps, timings.decode_seconds),
+            "rpc_per_step": counts.step_rpcs / steps,
+            "demotion_rpcs": counts.room_rpcs,
+            "cold_wait_seconds": counts.cold_wait_seconds,
+        },
+        "hot": {
+            **asdict(tiers[Tier.HOT]),
+            "peak_bytes": kv.arena.peak_bytes,
+            "budget_bytes": kv.arena.budget_bytes,
+            "staging_bytes": kv.executors.staging_bytes,
+            "demotions": kv.agent.demoted_blocks * kv.geometry.layers,
+        },
+        "warm": {
+            **asdict(tiers[Tier.WARM]),
+            "budget_bytes": job.sizes.warm_budget_bytes,
+            "spills": daemon["spills"],
+            "peak_bytes": daemon["tiers"]["warm"]["peak_bytes"],
+        },
+        "cold": {
+            **asdict(tiers[Tier.COLD]),
+            "promotions": daemon["promotions"],
+            "device": daemon["tiers"]["cold"].get("device", ""),
+            "bytes_read": kv.reader.bytes_read,
+        },
+        "checks": {
+            "digests_verified": kv.reader.pages_read,
+            "damaged_or_lost_blocks": sum(generator.losses.values()),
+            "recomputed_tokens": generator.recomputed_tokens,
+            "raw_fallback_blocks": kv.agent.raw_fallback_blocks,
+            "integrity": True,
+        },
+    }
+    if fidelity is not None:
+        sections["verify"] = _verify_section(sections, fidelity)
+    return JobReport(text, sections)
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0
+
+
+def _verify_section(sections: dict[str, Any], fidelity: FidelityReport) -> dict[str, Any]:
+    own_prefill = _rate(sections["prefill"]["tokens"], fidelity.own_prefill_seconds)
+    own_decode = _rate(fidelity.tokens - 1, fidelity.own_decode_seconds)
+    ours = sections["prefill"]["tokens_per_second"], sections["decode"]["tokens_per_second"]
+    return {
+        **asdict(fidelity),
+        "own_prefill_tokens_per_second": own_prefill,
+        "own_decode_tokens_per_second": own_decode,
+        "prefill_ratio_to_own": ours[0] / own_prefill if own_prefill else None,
+        "decode_ratio_to_own": ours[1] / own_decode if own_decode else None,
+    }
+
+
+def _tier_figures(kv: SessionKV) -> dict[Tier, TierFigures]:
+    """Count the session's pages by tier: hot from the engine, the rest from the page table."""
+    table = kv.handle.table.read(kv.geometry.blocks_for(max(kv.position, 1)))
+    layers = kv.geometry.layers
+    pages = {Tier.HOT: kv.arena.used_slots * layers}
+    sizes = {Tier.HOT: kv.arena.used_bytes}
+    for tier in (Tier.WARM, Tier.COLD):
+        here = table.tier == tier
+        pages[tier] = int(here.sum())
+        sizes[tier] = sum(
+            int(np.sum(here & (table.codec == codec))) * page_layout(kv.geometry, codec).slot_bytes
+            for codec in (CodecId.RAW, CodecId.INT8)
+        )
+    total = max(sum(pages.values()), 1)
+    steps = max(kv.counts.steps, 1)
+    return {
+        tier: TierFigures(
+            pages[tier], sizes[tier], pages[tier] / total, kv.counts.pages[tier] / steps
+        )
+        for tier in (Tier.HOT, Tier.WARM, Tier.COLD)
+    }

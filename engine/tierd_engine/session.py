@@ -1,0 +1,373 @@
+"""One session's KV as the engine sees it: what is hot, what is below, and one step at a time.
+
+Invariants:
+  outside a step every layer holds `position` tokens
+  inside a step a layer holds `position` or `position + step_tokens` tokens
+  every sealed block is hot, or published in the page table, never neither
+  only the newest block is open; block 0 is demoted by `suspend` alone
+  room is made before the epoch is entered, so a step never waits for itself
+
+Static partition: hot are block 0 (attention sinks) and the newest blocks that
+fit. Each block is demoted once, and a decode step reads what is below in the
+same order every time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierd.client import Client, SessionHandle
+from tierd.codec.layout import PageLayout, page_layout
+from tierd.disk.header import verify_slot
+from tierd.errors import HotBudgetExceeded, InvalidArgument, PageMiss, StaleGeneration
+from tierd.types import CodecId, Geometry, Namespace, Place, Tier
+from tierd_engine.agent import TransferAgent
+from tierd_engine.arena import HotArena
+from tierd_engine.attention.executors import FEW_QUERIES_MAX, Executors
+from tierd_engine.attention.plan import (
+    LayerPlan,
+    PlanMode,
+    StepPlan,
+    cold_units,
+    require_published,
+    warm_runs,
+)
+from tierd_engine.coldread import ColdPage, ColdReader, ColdUnit
+from tierd_engine.staging import StagingRing
+
+_COPY_TRIES = 3  # a page moves at most once a tier; a third change in one layer is a fault
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """What steps did: pages attended by tier, calls made inside steps and to make room."""
+
+    steps: int = 0
+    step_rpcs: int = 0
+    room_rpcs: int = 0
+    cold_wait_seconds: float = 0.0
+    cold_wait_before: float = 0.0
+    pages: dict[Tier, int] = field(
+        default_factory=lambda: {Tier.HOT: 0, Tier.WARM: 0, Tier.COLD: 0}
+    )
+
+
+class SessionKV:
+    """The KV of one session over all tiers. Used by one thread.
+
+    A step is `begin(n)`, then for each layer `append` and `attend`, then
+    `finish`; or `cancel` at any point. `heads`: query heads.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        handle: SessionHandle,
+        heads: int,
+        hot_budget_bytes: int,
+        max_tokens: int,
+        mode: PlanMode = PlanMode.AUTO,
+    ) -> None:
+        namespace: Namespace = handle.namespace
+        geometry: Geometry = namespace.geometry
+        self.client, self.handle, self.geometry = client, handle, geometry
+        self.mode = mode
+        self.max_tokens = max_tokens
+        self.arena = HotArena(
+            geometry, hot_budget_bytes, blocks_max=geometry.blocks_for(max_tokens)
+        )
+        slot_bytes_max = page_layout(geometry, CodecId.RAW).slot_bytes
+        self.reader = ColdReader(StagingRing(slot_bytes_max))
+        self.agent = TransferAgent(client, handle, self.arena)
+        self.executors = Executors(
+            geometry, heads, self.arena, self.reader, self.reader.ring, self._require_current
+        )
+        self.position = 0
+        self.step_tokens = 0
+        self._rpcs_at_begin = 0
+        self._resolved_version = -1
+        self._lengths = [0] * geometry.layers
+        self._hot: dict[int, int] = {}
+        self._plan: StepPlan | None = None
+        self._hot_tokens: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
+        self._positions: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self.counts = StepCounts()
+
+    # -- hot blocks ---------------------------------------------------------
+
+    def slot_of(self, block: int) -> int:
+        """Return the arena slot of a hot block."""
+        return self._hot[block]
+
+    def drop(self, block: int) -> None:
+        """Forget a hot block and release its slot."""
+        self.arena.release(self._hot.pop(block))
+        self._plan = None
+
+    @property
+    def sealed_blocks(self) -> int:
+        """Blocks that are full in every layer."""
+        return self.position // self.geometry.block_tokens
+
+    def _demotable(self) -> list[int]:
+        return sorted(block for block in self._hot if 0 < block < self.sealed_blocks)
+
+    def step_tokens_max(self) -> int:
+        """Return how many tokens the next step may hold within the hot budget."""
+        tokens = self.geometry.block_tokens
+        room = len(self._demotable()) + self.arena.free_slots
+        open_room = -self.position % tokens
+        return min(open_room + room * tokens, self.max_tokens - self.position)
+
+    # -- a step -------------------------------------------------------------
+
+    def begin(self, n: int) -> None:
+        """Make room for `n` tokens, demoting as needed, and enter the epoch.
+
+        Raises HotBudgetExceeded if `n` tokens cannot be hot at once, TierFull or
+        DaemonUnavailable if what is hot cannot be demoted, PageMiss if a page is lost.
+        """
+        assert self.step_tokens == 0, "a step is already running"
+        if self.position + n > self.max_tokens:
+            raise InvalidArgument(
+                f"the session was opened for {self.max_tokens} tokens; "
+                f"{self.position} + {n} are more"
+            )
+        if n > self.step_tokens_max():
+            raise HotBudgetExceeded(
+                f"{n} tokens at once do not fit the hot budget of {self.arena.budget_bytes} "
+                f"bytes; at most {self.step_tokens_max()} do now"
+            )
+        first = self.position // self.geometry.block_tokens
+        wanted = range(first, self.geometry.blocks_for(self.position + n))
+        missing = [block for block in wanted if block not in self._hot]
+        short = len(missing) - self.arena.free_slots
+        rpcs_before = self.client.rpc_count
+        if short > 0:
+            self.agent.demote(self, self._demotable(), short)
+        for block in missing:
+            self._hot[block] = self.arena.allocate()
+            self._plan = None
+        self._resolve_slabs()
+        self._rpcs_at_begin = self.client.rpc_count
+        self.counts.room_rpcs += self._rpcs_at_begin - rpcs_before
+        assert self.client.epochs is not None
+        self.client.epochs.enter(self.handle.table.epoch())
+        self.step_tokens = n
+        self._positions = np.arange(self.position, self.position + n, dtype=np.int64)
+        self._refresh()
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the step's K and V, [kv_heads, n, head_dim] in the model's dtype, into hot."""
+        assert self._lengths[layer] == self.position, f"layer {layer} was written already"
+        tokens = self.geometry.block_tokens
+        done, n = 0, keys.shape[1]
+        while done < n:
+            block, offset = divmod(self.position + done, tokens)
+            count = min(tokens - offset, n - done)
+            slot = self._hot[block]
+            here, part = slice(offset, offset + count), slice(done, done + count)
+            self.arena.keys[slot, layer, :, here] = keys[:, part]
+            self.arena.values[slot, layer, :, here] = values[:, part]
+            done += count
+        self._lengths[layer] = self.position + n
+
+    def attend(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Return o [n, heads, head_dim] in the query's dtype, over every token up to each query.
+
+        query: [heads, n, head_dim]; keys, values: [kv_heads, n, head_dim], the step's own.
+        """
+        n = query.shape[1]
+        for _ in range(_COPY_TRIES):
+            plan = self._current_plan()
+            try:
+                if n <= FEW_QUERIES_MAX:
+                    q = query.transpose(0, 1).to(torch.float32).contiguous().numpy()
+                    mode = PlanMode.NEAR if self.mode is PlanMode.AUTO else self.mode
+                    out = self.executors.attend_few(
+                        layer, plan, q, self._positions, self._hot_tokens, mode, scale
+                    )
+                    o = torch.from_numpy(out)
+                else:
+                    mode = PlanMode.STREAM if self.mode is PlanMode.AUTO else self.mode
+                    o = self.executors.attend_many(
+                        layer, plan, query.float(), keys.float(), values.float(),
+                        self.position, mode, scale,
+                    ).transpose(0, 1)  # fmt: skip
+            except StaleGeneration:
+                self._refresh(next_layer=layer)
+                continue
+            return o.to(query.dtype)
+        raise StaleGeneration(f"layer {layer}: pages moved {_COPY_TRIES} times during one step")
+
+    def finish(self) -> None:
+        """End a step whose every layer was appended and attended."""
+        expected = self.position + self.step_tokens
+        assert all(length == expected for length in self._lengths), self._lengths
+        plan, counts = self._current_plan(), self.counts
+        counts.pages[Tier.HOT] += self.geometry.layers * len(plan.hot_blocks)
+        counts.pages[Tier.WARM] += plan.warm_pages
+        counts.pages[Tier.COLD] += plan.cold_pages
+        counts.step_rpcs += self.client.rpc_count - self._rpcs_at_begin
+        counts.cold_wait_seconds = self.reader.wait_seconds - counts.cold_wait_before
+        counts.steps += 1
+        self.position = expected
+        self._leave()
+
+    def start_counting(self) -> None:
+        """Count steps, pages and calls anew from here (a job does so before it decodes)."""
+        self.counts = StepCounts(cold_wait_before=self.reader.wait_seconds)
+
+    def cancel(self) -> None:
+        """Undo a step at any point: the session is as it was before `begin`. Idempotent."""
+        if self.step_tokens:
+            self._leave()
+        self._lengths = [self.position] * self.geometry.layers
+        self._plan = None
+
+    def _leave(self) -> None:
+        self.step_tokens = 0
+        assert self.client.epochs is not None
+        self.client.epochs.leave()
+
+    # -- plan ---------------------------------------------------------------
+
+    def _current_plan(self) -> StepPlan:
+        assert self._plan is not None, "no step is running"
+        return self._plan
+
+    def _resolve_slabs(self) -> None:
+        """Ask for the fds of slabs not seen before, so that no step has to."""
+        version = self.handle.table.version()
+        if version == self._resolved_version:
+            return
+        table = self.handle.table.read(self.sealed_blocks)
+        for slab in np.unique(table.slab[table.tier != Tier.NONE]):
+            self.client.slab(int(slab))
+        self._resolved_version = version
+
+    def _require_current(self, plan: StepPlan) -> None:
+        if plan.table_version != self.handle.table.version():
+            raise StaleGeneration("the page table changed during a copy")
+
+    def _refresh(self, next_layer: int = 0) -> None:
+        """Make the plan anew if what is hot or the page table has changed."""
+        version = self.handle.table.version()
+        old = self._plan
+        if old is None or old.table_version != version or next_layer:
+            self._plan = self._build_plan(version)
+            self.reader.set_schedule(_from_layer(self._plan, next_layer))
+        tokens = self.geometry.block_tokens
+        filled = self.position + self.step_tokens - self._current_plan().hot_first
+        self._hot_tokens = np.clip(filled, 0, tokens).astype(np.int32)
+
+    def _build_plan(self, version: int) -> StepPlan:
+        geometry = self.geometry
+        hot_blocks = tuple(sorted(self._hot))
+        slots = np.array([self._hot[block] for block in hot_blocks], dtype=np.int64)
+        total = geometry.blocks_for(self.position + self.step_tokens)
+        below = np.setdiff1d(np.arange(total), np.array(hot_blocks, dtype=np.int64))
+        table = self.handle.table.read(total)
+        require_published(table, below)
+        chunk_bytes = self.reader.ring.chunk_bytes
+        make_page = partial(self._cold_page, table)
+        layers = tuple(
+            LayerPlan(
+                warm_runs(geometry, table, layer, below, lambda slab: self.client.slab(slab).address),
+                cold_units(geometry, table, layer, below, chunk_bytes, make_page),
+            )
+            for layer in range(geometry.layers)
+        )
+        page_bytes = self.arena.layout.payload_bytes
+        starts = self.arena.base_address + slots * self.arena.slot_bytes
+        offsets = np.arange(geometry.layers, dtype=np.int64) * page_bytes
+        return StepPlan(
+            table_version=version,
+            hot_blocks=hot_blocks,
+            hot_slots=tuple(int(slot) for slot in slots),
+            hot_addresses=np.ascontiguousarray(offsets[:, None] + starts[None, :]),
+            hot_first=np.array(hot_blocks, dtype=np.int64) * geometry.block_tokens,
+            layers=layers,
+            cold_units=tuple(unit for layer in layers for unit in layer.cold),
+            warm_pages=sum(len(run.addresses) for layer in layers for run in layer.warm),
+            cold_pages=sum(len(unit.pages) for layer in layers for unit in layer.cold),
+            parts_max=total,
+        )
+
+    def _cold_page(self, table: object, layer: int, block: int, layout: PageLayout) -> ColdPage:
+        ...
+
+    # -- loss, suspension, end ----------------------------------------------
+
+    def recover(self, miss: PageMiss) -> None:
+        """Forget everything from the missed block on; the caller recomputes it from token ids."""
+        self.cancel()
+        self.handle.truncate(miss.block, damaged_layer=miss.layer)
+        self._truncate_hot(miss.block * self.geometry.block_tokens)
+
+    def truncate(self, tokens: int) -> None:
+        """Keep the first `tokens` tokens. A sealed block that this opens again must be hot."""
+        self.cancel()
+        if tokens >= self.position:
+            return
+        kept = self.geometry.blocks_for(tokens)
+        if tokens % self.geometry.block_tokens and kept - 1 not in self._hot:
+            # The open block's bytes below hot may be lossy; start it from its first token.
+            kept -= 1
+            tokens = kept * self.geometry.block_tokens
+        self.handle.truncate(kept)
+        self._truncate_hot(tokens)
+
+    def _truncate_hot(self, tokens: int) -> None:
+        kept = self.geometry.blocks_for(tokens)
+        for block in [block for block in self._hot if block >= kept]:
+            self.drop(block)
+        self.position = min(self.position, tokens)
+        self._lengths = [self.position] * self.geometry.layers
+        self._plan = None
+
+    def suspend(self, token_ids: npt.NDArray[np.uint32]) -> None:
+        """Demote every sealed block and hand the session to the daemon.
+
+        Tokens past the last sealed block are kept as ids, and recomputed by `resume`.
+        """
+        self.cancel()
+        sealed = sorted(block for block in self._hot if block < self.sealed_blocks)
+        self.agent.demote(self, sealed, len(sealed), include_first=True)
+        for block in list(self._hot):
+            self.drop(block)
+        self.handle.suspend(token_ids, self.sealed_blocks)
+
+    def adopt(self, sealed_blocks: int) -> None:
+        """Take over a resumed session whose blocks all stand below the hot tier."""
+        assert self.position == 0 and not self._hot, "only a fresh SessionKV adopts"
+        self.position = sealed_blocks * self.geometry.block_tokens
+        self._lengths = [self.position] * self.geometry.layers
+
+    def close(self) -> None:
+        """Stop reading and close the session in the daemon."""
+        self.reader.close()
+        self.handle.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless hot blocks, lengths and counts agree."""
+        self.arena.check_integrity()
+        self.reader.check_integrity()
+        used = self.arena.slot_count - self.arena.free_slots
+        assert used == len(self._hot), f"{used=} != {len(self._hot)=}"
+        allowed = {self.position, self.position + self.step_tokens}
+        assert set(self._lengths) <= allowed, f"{self._lengths=} {allowed=}"
+
+
+def _from_layer(plan: StepPlan, layer: int) -> list[ColdUnit]:
+    """Return the cyclic schedule of cold units, starting at `layer`."""
+    behind = sum(len(layer_plan.cold) for layer_plan in plan.layers[:layer])
+    units = list(plan.cold_units)
+    return units[behind:] + units[:behind]

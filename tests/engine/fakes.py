@@ -1,0 +1,129 @@
+"""Fakes of the daemon's side: one slab in this process, a table of numpy arrays, counted calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tierd.codec.layout import page_layout
+from tierd.errors import TierFull
+from tierd.types import CodecId, Namespace, Tier
+
+_FIELDS = {"tier": np.uint8, "codec": np.uint8, "slab": np.uint32, "slot": np.uint32,
+           "generation": np.uint32}  # fmt: skip
+
+
+class FakeTable:
+    """Page table entries as arrays [layers, blocks]; `touch` stands for a daemon's change."""
+
+    def __init__(self, layers: int, blocks: int) -> None:
+        self.arrays = {name: np.zeros((layers, blocks), kind) for name, kind in _FIELDS.items()}
+        self.version_number = 1
+
+    def version(self) -> int:
+        return self.version_number
+
+    def epoch(self) -> int:
+        return 7
+
+    def touch(self) -> None:
+        self.version_number += 1
+
+    def read(self, blocks: int) -> Any:
+        return SimpleNamespace(
+            **{name: array[:, :blocks].copy() for name, array in self.arrays.items()}
+        )
+
+
+@dataclass
+class FakeEpochs:
+    """Counts steps; a step may not be entered twice."""
+
+    inside: bool = False
+    entered: list[int] = field(default_factory=list)
+
+    def enter(self, epoch: int) -> None:
+        assert not self.inside
+        self.inside = True
+        self.entered.append(epoch)
+
+    def leave(self) -> None:
+        assert self.inside
+        self.inside = False
+
+
+class FakeDaemon:
+    """Client and session handle in one: warm slots of one size in one numpy slab."""
+
+    SLAB = 1
+
+    def __init__(self, namespace: Namespace, max_tokens: int, *, warm_slots: int) -> None:
+        self.namespace = namespace
+        self.geometry = namespace.geometry
+        self.slot_bytes = max(
+            page_layout(self.geometry, codec).slot_bytes
+            for codec in (CodecId.RAW, namespace.codec)
+        )
+        self.memory = np.zeros(warm_slots * self.slot_bytes + 4096, dtype=np.uint8)
+        base = self.memory.ctypes.data
+        self.address = base + (-base) % 4096
+        self.free = list(range(warm_slots))
+        self.table = FakeTable(self.geometry.layers, self.geometry.blocks_for(max_tokens))
+        self.epochs = FakeEpochs()
+        self.rpc_count = 0
+        self.truncations: list[tuple[int, int | None]] = []
+        self.aborted = 0
+
+    def slab(self, slab_id: int) -> Any:
+        assert slab_id == self.SLAB
+        return SimpleNamespace(address=self.address, slot_bytes=self.slot_bytes, fd=-1)
+
+    def plan_demotion(
+        self, hot_blocks: list[int], need_blocks: int, *, codec: CodecId | None = None,
+        include_first: bool = False, deadline_seconds: float = 10.0,
+    ) -> Any:  # fmt: skip
+        assert not self.epochs.inside, "demotion inside a step would wait for itself"
+        self.rpc_count += 1
+        layers = self.geometry.layers
+        blocks = sorted(hot_blocks)[:need_blocks]
+        if not blocks or len(self.free) < len(blocks) * layers:
+            raise TierFull("the fake warm tier is full")
+        slots = np.array([self.free.pop(0) for _ in range(len(blocks) * layers)], np.uint32)
+        shape = (len(blocks), layers)
+        return SimpleNamespace(
+            blocks=blocks,
+            codec=np.array([codec or self.namespace.codec for _ in blocks], np.uint8),
+            slab=np.full(shape, self.SLAB, np.uint32),
+            slot=slots.reshape(shape),
+            generation=np.ones(shape, np.uint32),
+        )
+
+    def commit(self, demotion: Any, digests: Any) -> None:
+        self.rpc_count += 1
+        assert digests.shape == (len(demotion.blocks), self.geometry.layers, 16)
+        for row, block in enumerate(demotion.blocks):
+            entry = self.table.arrays
+            entry["tier"][:, block] = Tier.WARM
+            entry["codec"][:, block] = demotion.codec[row]
+            for name in ("slab", "slot", "generation"):
+                entry[name][:, block] = getattr(demotion, name)[row]
+        self.table.touch()
+
+    def abort(self, demotion: Any) -> None:
+        self.aborted += 1
+        self.free.extend(int(slot) for slot in demotion.slot.ravel())
+
+    def truncate(self, first_block: int, *, damaged_layer: int | None = None) -> None:
+        self.truncations.append((first_block, damaged_layer))
+        for array in self.table.arrays.values():
+            array[:, first_block:] = 0
+        self.table.touch()
+
+    def suspend(self, token_ids: Any, sealed_blocks: int) -> None:
+        self.suspended = (list(token_ids), sealed_blocks)
+
+    def close(self) -> None:
+        self.closed = True
