@@ -79,7 +79,7 @@ def one_at_a_time() -> Iterator[None]:
                     waiting = True
             if time.monotonic() > deadline:
                 raise SetupFailed(
-                    f"another setup of .venv has run for {SETUP_SECONDS_MAX:.0f} s; end it, try again"
+                    f"another setup of .venv has run for {SETUP_SECONDS_MAX:.0f} s; end it first"
                 )
             time.sleep(LOCK_POLL_SECONDS)
         yield
@@ -103,7 +103,7 @@ def run(*command: str | Path) -> None:
 def pip_install(*arguments: str) -> None:
     """Install into the environment, against the lock."""
     run(
-        PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+        PYTHON, "-m", "pip", "install", "-qq", "--disable-pip-version-check",
         "--constraint", LOCKED, *arguments,
     )  # fmt: skip
 

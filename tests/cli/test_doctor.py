@@ -1,0 +1,48 @@
+"""`tierd doctor`: each finding has a fix, and the exit code says the worst."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierd.cli import doctor
+
+
+def checks(outcome: Any) -> dict[str, dict[str, str]]:
+    return {check["name"]: check for check in json.loads(outcome.out)["checks"]}
+
+
+def test_a_folder_that_is_not_there_fails(tierd: Any, tmp_path: Path) -> None:
+    missing = tmp_path / "none"
+    outcome = tierd("doctor", "--cold-dir", str(missing), "--daemon", "/tmp/x.sock", "--json")
+    assert outcome.code == 1
+    assert checks(outcome)[f"cold folder {missing}"]["health"] == "failed"
+
+
+def test_a_socket_path_too_long_fails_and_says_the_limit(tierd: Any, tmp_path: Path) -> None:
+    long = "/tmp/" + "x" * 120
+    outcome = tierd("doctor", "--cold-dir", str(tmp_path), "--daemon", long, "--json")
+    assert outcome.code == 1
+    assert "107" in checks(outcome)["socket path"]["fix"]
+
+
+def test_a_folder_without_direct_io_is_degraded(
+    tierd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_writes_direct", lambda path: False)
+    monkeypatch.setattr(doctor, "PACKAGES", {})
+    outcome = tierd("doctor", "--cold-dir", str(tmp_path), "--daemon", "/tmp/x.sock", "--json")
+    assert outcome.code == 4
+    assert checks(outcome)["direct I/O"]["health"] == "degraded"
+
+
+def test_a_missing_package_names_its_extra() -> None:
+    finding = doctor._check_package("no-such-package-at-all", "engine")
+    assert finding.health is doctor.Health.DEGRADED
+    assert finding.fix == "pip install 'tierd[engine]'"
+
+
+def test_whatever_is_not_ok_has_a_fix(tierd: Any, tmp_path: Path) -> None:
+    outcome = tierd("doctor", "--cold-dir", str(tmp_path), "--daemon", "/tmp/x.sock", "--json")
+    assert all(check["fix"] for check in checks(outcome).values() if check["health"] != "ok")

@@ -1,0 +1,164 @@
+"""`tierd demo` and `tierd generate`: what reaches the runner, stdout and stderr."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierd.cli import job
+
+
+@pytest.fixture(autouse=True)
+def settings(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remember the settings that an embedded daemon was to be started with."""
+    before = job._embedded_settings
+
+    def remember(sizes: Any, folder: Path) -> dict[str, Any]:
+        world.settings = before(sizes, folder)
+        return world.settings
+
+    monkeypatch.setattr(job, "_embedded_settings", remember)
+
+
+def document(tmp_path: Path) -> str:
+    path = tmp_path / "document.txt"
+    path.write_text("Some text.\n")
+    return str(path)
+
+
+def test_demo_reads_the_language_reference_at_the_asked_context(tierd: Any, world: Any) -> None:
+    assert tierd("demo", "--context", "1000", "--hot", "10%", "--codec", "raw").code == 0
+    (spec,) = world.specs
+    assert spec.document.startswith('The "assert" statement')
+    assert (spec.context_tokens, spec.hot, spec.warm, spec.codec) == (1000, "10%", "25%", "raw")
+    assert world.sockets == ["/fake/embedded.sock"]
+
+
+def test_the_answer_streams_on_stdout_and_the_rest_on_stderr(tierd: Any, world: Any) -> None:
+    outcome = tierd("demo")
+    assert outcome.out.startswith("It asserts.\n")
+    assert "prefill: 300 tokens" in outcome.err
+    assert "a note" in outcome.err
+    assert "asserts" not in outcome.err
+
+
+def test_the_tables_show_every_tier_and_check(tierd: Any, world: Any) -> None:
+    out = tierd("demo").out
+    for shown in ("hot", "warm", "cold", "90 demotions", "60 spills", "0 promotions",
+                  "300.0 tokens/s", "6.0 tokens/s", "1,000 of 1,024", "int8", "O_DIRECT",
+                  "digests verified", "hot within its budget", "not run (--verify)"):  # fmt: skip
+        assert shown in out, shown
+
+
+def test_verification_is_shown(tierd: Any, world: Any) -> None:
+    world.report["verify"] = {
+        "tokens_identical": False, "first_difference": 17, "kl_mean": 1.65e-5, "kl_p99": 1.3e-4,
+        "top1": 0.995,
+    }  # fmt: skip
+    out = tierd("demo", "--verify").out
+    for shown in ("NO", "17", "1.65e-05", "1.30e-04", "99.5%"):
+        assert shown in out, shown
+    assert world.specs[0].verify is True
+
+
+def test_a_report_without_sections_still_prints(tierd: Any, world: Any) -> None:
+    world.report = {"version": 1, "text": ""}
+    assert tierd("demo").code == 0
+
+
+def test_json_is_one_versioned_object_and_nothing_else(tierd: Any, world: Any) -> None:
+    outcome = tierd("demo", "--json")
+    assert json.loads(outcome.out) == world.report
+    assert outcome.out.count("\n") == 1
+    assert outcome.err == ""
+
+
+def test_quiet_prints_the_text_only(tierd: Any, world: Any) -> None:
+    outcome = tierd("demo", "--quiet")
+    assert (outcome.out, outcome.err) == ("It asserts.\n", "")
+
+
+def test_text_that_ends_without_a_newline_gets_one_before_the_tables(
+    tierd: Any, world: Any
+) -> None:
+    world.during_job = lambda events: events.token("And more")
+    assert tierd("demo", "--quiet").out == "It asserts.\nAnd more\n"
+
+
+def test_a_degraded_job_exits_4(tierd: Any, world: Any) -> None:
+    world.report["degraded"] = ["the daemon died"]
+    assert tierd("demo").code == 4
+
+
+def test_generate_passes_the_document_whole(tierd: Any, world: Any, tmp_path: Path) -> None:
+    outcome = tierd(
+        "generate", "--model", "dir", "--document", document(tmp_path), "--prompt", "Why?",
+        "--plan", "stream", "--rope-scaling", "yarn:4", "--block-tokens", "64",
+    )  # fmt: skip
+    assert outcome.code == 0
+    (spec,) = world.specs
+    assert (spec.model, spec.document, spec.prompt) == ("dir", "Some text.\n", "Why?")
+    assert (spec.context_tokens, spec.plan, spec.rope_scaling) == (None, "stream", "yarn:4")
+    assert spec.block_tokens == 64
+
+
+def test_a_running_daemon_is_used_as_it_is(tierd: Any, world: Any) -> None:
+    assert tierd("demo", "--daemon", "/run/t.sock").code == 0
+    assert world.sockets == ["/run/t.sock"]
+    assert world.settings == {}
+
+
+@pytest.mark.parametrize("option", [["--warm", "1GiB"], ["--cold-dir", "/tmp"]])
+def test_a_running_daemons_tiers_cannot_be_sized_by_a_job(
+    tierd: Any, world: Any, option: list[str]
+) -> None:
+    outcome = tierd("demo", "--daemon", "/run/t.sock", *option)
+    assert outcome.code == 2
+    assert option[0] in outcome.err
+
+
+def test_the_embedded_daemon_gets_the_jobs_sizes(tierd: Any, world: Any, tmp_path: Path) -> None:
+    cold = tmp_path / "new" / "cold"
+    assert tierd("demo", "--cold-dir", str(cold)).code == 0
+    assert world.settings["warm.budget_bytes"] == 4096
+    assert world.settings["cold.folder"] == str(cold)
+    assert world.settings["cold.slab_bytes"] % 4096 == 0
+
+
+def test_the_temporary_cold_folder_is_removed_even_after_a_failure(tierd: Any, world: Any) -> None:
+    def fail(events: object) -> None:
+        assert Path(world.settings["cold.folder"]).is_dir()
+        raise OSError("disk on fire")
+
+    world.during_job = fail
+    assert tierd("demo").code == 1
+    assert not Path(world.settings["cold.folder"]).exists()
+
+
+def test_a_cold_folder_that_is_too_small_is_named_with_what_is_needed(
+    tierd: Any, world: Any, tmp_path: Path
+) -> None:
+    world.cold_needed_bytes = 1 << 60
+    outcome = tierd("demo", "--cold-dir", str(tmp_path))
+    assert outcome.code == 1
+    assert str(tmp_path) in outcome.err
+    assert str(1 << 60) in outcome.err
+    assert world.sockets == []
+
+
+def test_a_cold_folder_that_is_a_file_is_refused(tierd: Any, world: Any, tmp_path: Path) -> None:
+    outcome = tierd("demo", "--cold-dir", document(tmp_path))
+    assert outcome.code == 1
+    assert "document.txt" in outcome.err
+
+
+def test_sigterm_unwinds_the_job_like_ctrl_c(tierd: Any, world: Any) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    world.during_job = lambda events: os.kill(os.getpid(), signal.SIGTERM)
+    outcome = tierd("demo", "--quiet")
+    assert outcome.code == 130
+    assert outcome.err == "tierd: interrupted\n"
+    assert signal.getsignal(signal.SIGTERM) is handler

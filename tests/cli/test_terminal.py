@@ -1,0 +1,62 @@
+"""What a terminal is shown: progress, sizes, and nothing that steers it."""
+
+import sys
+from typing import Any
+
+import pytest
+
+from tierd.cli import terminal
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain\ttext\n", "plain\ttext\n"),
+        ("\x1b[2Jgone", "\ufffd[2Jgone"),
+        ("\x9b31m\x07", "\ufffd31m\ufffd"),
+        ("漢字 é", "漢字 é"),
+    ],
+)
+def test_control_characters_do_not_reach_a_terminal(text: str, shown: str) -> None:
+    assert terminal.printable(text) == shown
+
+
+def test_figures_that_are_not_there_are_a_dash() -> None:
+    assert terminal.figure(None) == terminal.figure("x") == terminal.figure(True) == "-"
+    assert terminal.size(None) == "-"
+    assert terminal.figure(1234.5) == "1,234"
+
+
+def test_long_prefill_without_a_terminal_tells_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    with terminal.JobDisplay(stream_text=True, quiet=False) as display:
+        display.prefill_started(4000)
+        for step in range(1, 5):
+            now[0] = 6.0 * step
+            display.prefill_advanced(1000 * step)
+        display.token("x")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "tierd: prefill: 2,000 of 4,000 tokens, 167 tokens/s",
+        "tierd: prefill: 4,000 of 4,000 tokens, 167 tokens/s",
+        "tierd: prefill: 4,000 tokens, 167 tokens/s",
+    ]
+
+
+def test_a_terminal_gets_a_bar_that_is_gone_when_the_text_comes(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with terminal.JobDisplay(stream_text=True, quiet=False) as display:
+        display.prefill_started(100)
+        display.prefill_advanced(50)
+        assert display._bar is not None
+        display.note("half way")
+        display.token("text")
+        assert display._bar is None
+    captured = capsys.readouterr()
+    assert captured.out == "text\n"
+    assert "half way" in captured.err

@@ -1,0 +1,19 @@
+"""Settings of every test: threads, and how hypothesis searches.
+
+Set before anything imports numpy, torch or numba: each makes its pool on import.
+"""
+
+import os
+
+# CI and developers have two cores; more threads than cores make every pool wait for the others.
+for _name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "2")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from hypothesis import settings  # noqa: E402
+
+# A failure prints the blob that repeats it. Deadlines measure the machine, not the code.
+settings.register_profile("local", deadline=None, print_blob=True)
+settings.register_profile("ci", parent=settings.get_profile("local"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")

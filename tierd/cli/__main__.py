@@ -1,0 +1,8 @@
+"""`python -m tierd.cli`: the same as `tierd`."""
+
+import sys
+
+from tierd.cli.app import main
+
+if __name__ == "__main__":
+    sys.exit(main())

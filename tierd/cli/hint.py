@@ -1,0 +1,54 @@
+"""`tierd hint`: tell a daemon that a session's pages will be needed, and by when."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tierd.cli import options
+from tierd.cli.connection import connected
+from tierd.cli.terminal import print_json, print_table, versioned
+from tierd.units import parse_duration
+
+Session = Annotated[str, typer.Argument(metavar="SESSION", help="An id from `tierd sessions`.")]
+Deadline = Annotated[
+    str, typer.Option("--deadline", metavar="DURATION", help="Needed within: 2s, 250ms.")
+]
+First = Annotated[int, typer.Option("--first-token", min=0, metavar="N", help="From this token.")]
+Last = Annotated[
+    int | None,
+    typer.Option("--last-token", min=0, metavar="N", help="To this one.  \\[default: all]"),
+]
+Confidence = Annotated[
+    float, typer.Option("--confidence", min=0.0, max=1.0, metavar="P", help="How surely.")
+]
+Priority = Annotated[int, typer.Option("--priority", metavar="N", help="Higher goes first.")]
+
+
+def hint(
+    session: Session,
+    deadline: Deadline,
+    first_token: First = 0,
+    last_token: Last = None,
+    confidence: Confidence = 1.0,
+    priority: Priority = 0,
+    daemon: options.Daemon = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Have a suspended or idle session's cold pages moved to warm before they are needed."""
+    seconds = parse_duration(deadline)
+    with connected(daemon) as client:
+        ticket = client.hint(
+            session,
+            deadline_seconds=seconds,
+            first_token=first_token,
+            last_token=last_token,
+            confidence=confidence,
+            priority=priority,
+        )
+    if as_json:
+        print_json(versioned(**ticket))
+        return
+    rows = [(name.replace("_", " "), str(value)) for name, value in ticket.items()]
+    print_table("Hint", ["", ""], rows, text_columns=2)

@@ -1,0 +1,96 @@
+"""Options that several verbs share: one declaration each."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierd.units import parse_duration
+
+
+class CodecName(enum.StrEnum):
+    """Codecs that pages can be stored with."""
+
+    RAW = "raw"
+    INT8 = "int8"
+
+
+class PlanName(enum.StrEnum):
+    """Executors for pages below the hot tier."""
+
+    STREAM = "stream"
+    NEAR = "near"
+    AUTO = "auto"
+
+
+class DTypeName(enum.StrEnum):
+    """The dtype the model computes and keeps its KV in."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+Hot = Annotated[
+    str, typer.Option("--hot", metavar="SIZE", help="Hot tier: bytes, or percent of the KV.")
+]
+Warm = Annotated[
+    str | None,
+    typer.Option(
+        "--warm", metavar="SIZE", help="Warm tier: bytes, or percent of the KV.  \\[default: 25%]"
+    ),
+]
+ColdDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--cold-dir",
+        metavar="DIR",
+        help="Folder for what hot and warm do not hold.  \\[default: a temporary one]",
+    ),
+]
+Codec = Annotated[CodecName, typer.Option("--codec", help="How pages are stored below hot.")]
+Plan = Annotated[PlanName, typer.Option("--plan", help="How pages below hot are attended.")]
+MaxNewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Length of the answer at most.")
+]
+Verify = Annotated[
+    bool,
+    typer.Option("--verify", help="Also run the model's own full-precision cache, and compare."),
+]
+DType = Annotated[DTypeName, typer.Option("--dtype", help="Dtype of the model and its KV.")]
+BlockTokens = Annotated[
+    int | None,
+    typer.Option("--block-tokens", metavar="N", help="Tokens of a block, a power of two."),
+]
+RopeScaling = Annotated[
+    str | None,
+    typer.Option(
+        "--rope-scaling",
+        metavar="KIND:FACTOR",
+        help="Go beyond the trained length: linear:FACTOR or yarn:FACTOR.",
+    ),
+]
+JobDaemon = Annotated[
+    str | None,
+    typer.Option("--daemon", metavar="SOCKET", help="Use this daemon, not one of the job's own."),
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="The answer's text only: no progress, no tables.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+Daemon = Annotated[
+    str | None,
+    typer.Option("--daemon", metavar="SOCKET", help="The daemon's socket, if not the usual one."),
+]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="A TOML file of settings.")
+]
+
+
+def duration(text: str) -> float:
+    """Return seconds for an option's "250ms" or "2s". Raises InvalidArgument."""
+    return parse_duration(text)

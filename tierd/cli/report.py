@@ -1,0 +1,91 @@
+"""A job's report as tables. A figure that a report does not have is shown as "-"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tierd.cli.terminal import figure, print_table, size
+
+Section = Mapping[str, Any]
+
+
+def print_report(report: Section) -> None:
+    """Draw a job's report (JobReport.to_dict) on stdout."""
+    print_table(
+        "Tiers",
+        ["tier", "pages", "bytes", "share", "read per token", "peak", "budget", "moved"],
+        _tier_rows(report),
+    )
+    print_table("Job", ["", ""], _job_rows(report), text_columns=2)
+    print_table("Checks", ["", ""], _check_rows(report), text_columns=2)
+
+
+def _tier_rows(report: Section) -> Iterator[list[str]]:
+    moves = {"hot": "demotions", "warm": "spills", "cold": "promotions"}
+    for tier, move in moves.items():
+        section = _section(report, tier)
+        yield [
+            tier,
+            figure(section.get("pages")),
+            size(section.get("bytes")),
+            figure(section.get("share"), ".0%"),
+            figure(section.get("pages_read_per_token"), ",.1f"),
+            size(section.get("peak_bytes")),
+            size(section.get("budget_bytes")),
+            f"{figure(section.get(move))} {move}",
+        ]
+
+
+def _job_rows(report: Section) -> Iterator[tuple[str, str]]:
+    prefill, decode = _section(report, "prefill"), _section(report, "decode")
+    yield "prefill", _speed(prefill)
+    yield "decode", _speed(decode)
+    yield "calls to the daemon in a decode step", figure(decode.get("rpc_per_step"), ",.2f")
+    hot = _section(report, "hot")
+    yield "peak hot bytes", f"{figure(hot.get('peak_bytes'))} of {figure(hot.get('budget_bytes'))}"
+    yield "model", f"{report.get('model', '-')}, {report.get('dtype', '-')}"
+    yield "codec", str(report.get("codec", "-"))
+    yield "plan", f"{report.get('plan', '-')}, blocks of {report.get('block_tokens', '-')} tokens"
+    yield "KV", size(report.get("kv_bytes"))
+    yield "cold tier", str(_section(report, "cold").get("device") or "-")
+
+
+def _speed(section: Section) -> str:
+    rate = figure(section.get("tokens_per_second"), ",.1f", " tokens/s")
+    seconds = figure(section.get("seconds"), ",.1f", " s")
+    return f"{rate} ({figure(section.get('tokens'))} tokens in {seconds})"
+
+
+def _check_rows(report: Section) -> Iterator[tuple[str, str]]:
+    hot = _section(report, "hot")
+    peak, budget = hot.get("peak_bytes"), hot.get("budget_bytes")
+    if isinstance(peak, int) and isinstance(budget, int):
+        yield "hot within its budget", "yes" if peak <= budget else "NO"
+    for name, value in _section(report, "checks").items():
+        yield name.replace("_", " "), _plain(value)
+    verify = _section(report, "verify")
+    if not verify:
+        yield "against the model's own cache", "not run (--verify)"
+        return
+    yield "tokens identical to the model's own cache", _plain(verify.get("tokens_identical"))
+    yield "first differing token", _plain(verify.get("first_difference"), absent="none")
+    yield "KL of the logits, mean", figure(verify.get("kl_mean"), ".2e")
+    yield "KL of the logits, 99th percentile", figure(verify.get("kl_p99"), ".2e")
+    yield "top-1 agreement", figure(verify.get("top1"), ".1%")
+    yield "largest difference of a logit", figure(verify.get("max_logit_difference"), ".2e")
+    yield "prefill, against the model's own", figure(verify.get("prefill_ratio_to_own"), ".2f", "x")
+    yield "decode, against the model's own", figure(verify.get("decode_ratio_to_own"), ".2f", "x")
+
+
+def _plain(value: object, *, absent: str = "-") -> str:
+    if value is None:
+        return absent
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return figure(value) if isinstance(value, int) else str(value)
+
+
+def _section(report: Section, name: str) -> Section:
+    value = report.get(name)
+    return value if isinstance(value, Mapping) else {}

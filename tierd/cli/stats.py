@@ -1,0 +1,60 @@
+"""`tierd stats`: what stands in each tier of a running daemon, and what has moved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from tierd.cli import options
+from tierd.cli.connection import connected
+from tierd.cli.terminal import figure, print_json, print_table, size, versioned
+
+Watch = Annotated[
+    float | None,
+    typer.Option("--watch", min=0.1, metavar="SECONDS", help="Again, every so often."),
+]
+
+
+def stats(
+    daemon: options.Daemon = None, watch: Watch = None, as_json: options.AsJson = False
+) -> None:
+    """Show a daemon's tiers, moves and hints."""
+    with connected(daemon) as client:
+        while True:
+            _show(client.stats(), as_json)
+            if watch is None:
+                return
+            time.sleep(watch)
+
+
+def _show(snapshot: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(versioned(**snapshot))
+        return
+    tiers = snapshot.get("tiers", {})
+    print_table(
+        "Tiers",
+        ["tier", "pages", "bytes", "used", "capacity", "peak"],
+        (_tier_row(name, tier) for name, tier in tiers.items()),
+    )
+    print_table("Counts", ["", "count"], _counts("", snapshot))
+
+
+def _tier_row(name: str, tier: Mapping[str, Any]) -> list[str]:
+    sizes = (size(tier.get(key)) for key in ("bytes", "used_bytes", "capacity_bytes", "peak_bytes"))
+    return [name, figure(tier.get("pages")), *sizes]
+
+
+def _counts(prefix: str, section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield every number of a snapshot but the tiers', under its name."""
+    for name, value in section.items():
+        if name == "tiers":
+            continue
+        words = f"{prefix}{name.replace('_', ' ')}"
+        if isinstance(value, Mapping):
+            yield from _counts(f"{words}: ", value)
+        elif isinstance(value, int | float):
+            yield words, figure(value, ",d" if isinstance(value, int) else ",.3f")
