@@ -16,10 +16,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tierd.client import Client, Demotion, SessionHandle
+from tierd.client import Client, Demotion, SessionHandle
 from tierd.codec import digest_pages, encode_pages
 from tierd.codec.layout import HEADER_BYTES, page_layout
 from tierd.errors import CodecError

@@ -108,7 +108,7 @@ def _packaged_gguf() -> Path:
 def _convert_gguf(source: Path) -> Path:
     stat = source.stat()
     key = f"{source.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:1"
-    target = model_cache_folder() / f"{source.stem}-{xxhash.xxh3_64_hexdigest(key)}"
+    target = model_cache_folder() / f"{source.stem}-{xxhash.xxh3_64_hexdigest(key.encode())}"
     if (target / "config.json").is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -221,10 +221,19 @@ def _unsupported_reason(config: Any) -> str | None:
         return "it uses chunked attention"
     if getattr(config, "attn_logit_softcapping", None):
         return "it caps attention logits"
-    if getattr(config, "alibi", False) or not hasattr(config, "num_attention_heads"):
-        return "its attention is not causal multi-head attention with rotary positions"
     if getattr(config, "text_config", None) is not None:
         return "it is a multimodal model"
+    return _lacks_interface(config)
+
+
+def _lacks_interface(config: Any) -> str | None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
+        return "it is not a causal decoder"
+    if not getattr(model_class, "_supports_attention_backend", False):
+        return "its attention does not go through transformers' attention interface"
     return None
 
 
@@ -248,11 +257,6 @@ def load_model(folder: Path, config: Any, dtype: DType) -> Any:
             )
         except (OSError, ValueError, KeyError) as error:
             raise InvalidArgument(f"cannot load {folder}: {_first_line(error)}") from error
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(
-            f"model {config.model_type} does not use transformers' attention interface; "
-            "tiers do not support it yet"
-        )
     model.eval()
     model.config._attn_implementation = cache.ATTENTION_NAME
     return model

@@ -64,8 +64,7 @@ class FakeDaemon:
         self.namespace = namespace
         self.geometry = namespace.geometry
         self.slot_bytes = max(
-            page_layout(self.geometry, codec).slot_bytes
-            for codec in (CodecId.RAW, namespace.codec)
+            page_layout(self.geometry, codec).slot_bytes for codec in (CodecId.RAW, namespace.codec)
         )
         self.memory = np.zeros(warm_slots * self.slot_bytes + 4096, dtype=np.uint8)
         base = self.memory.ctypes.data

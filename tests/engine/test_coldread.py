@@ -1,0 +1,143 @@
+"""The cold reader: right bytes or a typed miss, within a deadline, in the schedule's order."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tierd.codec.layout import HEADER_BYTES, page_layout
+from tierd.errors import DeadlineExceeded, PageDamaged, PageMiss
+from tierd.types import CodecId, DType, Geometry
+from tierd_engine import coldread
+from tierd_engine.coldread import ColdPage, ColdReader, ColdUnit
+from tierd_engine.staging import RING_CHUNKS, StagingRing
+
+GEOMETRY = Geometry(layers=1, kv_heads=1, head_dim=16, dtype=DType.FLOAT32, block_tokens=16)
+LAYOUT = page_layout(GEOMETRY, CodecId.RAW)
+
+
+@pytest.fixture
+def slab(tmp_path: Path) -> int:
+    """A file of 40 slots, each filled with its own number."""
+    path = tmp_path / "slab"
+    path.write_bytes(b"".join(bytes([i]) * LAYOUT.slot_bytes for i in range(40)))
+    return os.open(path, os.O_RDONLY)
+
+
+def _page(fd: int, slot: int, verify: object = None) -> ColdPage:
+    def accept(_: memoryview) -> None:
+        return None
+
+    return ColdPage(0, slot, fd, slot * LAYOUT.slot_bytes, verify or accept)  # type: ignore[arg-type]
+
+
+def _unit(fd: int, *slots: int) -> ColdUnit:
+    return ColdUnit(LAYOUT, tuple(_page(fd, slot) for slot in slots))
+
+
+def _first_bytes(addresses: np.ndarray) -> list[int]:
+    return [ctypes.string_at(int(address), 1)[0] for address in addresses]
+
+
+def _reader() -> ColdReader:
+    return ColdReader(StagingRing(0, chunk_bytes=4 * LAYOUT.slot_bytes))
+
+
+def test_units_come_in_order_again_and_again(slab: int) -> None:
+    reader = _reader()
+    reader.set_schedule([_unit(slab, 3 * i, 3 * i + 1, 3 * i + 2) for i in range(7)])
+    for i in range(21):
+        unit = i % 7
+        assert _first_bytes(reader.take()) == [3 * unit, 3 * unit + 1, 3 * unit + 2]
+        reader.check_integrity()
+        reader.release()
+    assert reader.pages_read == 63
+    reader.close()
+
+
+def test_a_taken_chunk_keeps_its_bytes_until_release(slab: int) -> None:
+    reader = _reader()
+    reader.set_schedule([_unit(slab, i) for i in range(2 * RING_CHUNKS)])
+    addresses = reader.take()
+    while reader._issued_count < RING_CHUNKS:
+        reader._fill()
+    for futures in reader._issued:
+        for future in futures:
+            future.result(5)
+    assert _first_bytes(addresses) == [0]
+    reader.close()
+
+
+def test_a_new_schedule_drops_what_the_old_one_read(slab: int) -> None:
+    reader = _reader()
+    reader.set_schedule([_unit(slab, 1), _unit(slab, 2)])
+    reader.take()
+    reader.set_schedule([_unit(slab, 9)])
+    assert _first_bytes(reader.take()) == [9]
+    reader.close()
+
+
+def test_a_damaged_page_is_read_twice_and_then_a_typed_error(slab: int) -> None:
+    calls = []
+
+    def verify(view: memoryview) -> None:
+        calls.append(len(view))
+        raise PageDamaged("digest", layer=0, block=4)
+
+    reader = _reader()
+    reader.set_schedule([ColdUnit(LAYOUT, (_page(slab, 4, verify),))])
+    with pytest.raises(PageDamaged):
+        reader.take()
+    assert calls == [LAYOUT.slot_bytes] * 2
+    reader.close()
+
+
+def test_a_bit_flipped_on_the_way_is_cured_by_the_second_read(slab: int) -> None:
+    calls = []
+
+    def verify(_: memoryview) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise PageDamaged("digest", layer=0, block=4)
+
+    reader = _reader()
+    reader.set_schedule([ColdUnit(LAYOUT, (_page(slab, 4, verify),))])
+    assert _first_bytes(reader.take()) == [4]
+    reader.close()
+
+
+def test_a_short_file_and_a_closed_file_are_misses(slab: int, tmp_path: Path) -> None:
+    reader = _reader()
+    for fd, slot in ((slab, 40), (9999, 0)):
+        reader.set_schedule([_unit(fd, slot)])
+        with pytest.raises(PageMiss) as raised:
+            reader.take()
+        assert raised.value.block == slot
+    reader.close()
+
+
+def test_a_stuck_disk_ends_at_the_deadline(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(coldread, "READ_DEADLINE_SECONDS", 0.05)
+    reader = _reader()
+    reader.set_schedule([ColdUnit(LAYOUT, (_page(slab, 0, lambda _: gate.wait(5)),))])
+    with pytest.raises(DeadlineExceeded, match="did not answer"):
+        reader.take()
+    gate.set()
+    reader.close()
+
+
+def test_payload_addresses_skip_the_header(slab: int) -> None:
+    reader = _reader()
+    reader.set_schedule([_unit(slab, 5, 6)])
+    addresses = reader.take()
+    assert (addresses - reader.ring.address(0)).tolist() == [
+        HEADER_BYTES,
+        LAYOUT.slot_bytes + HEADER_BYTES,
+    ]
+    reader.close()
