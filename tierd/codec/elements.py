@@ -71,7 +71,14 @@ def decode_target(
     )
 
 
-@njit(nogil=True)
+# For functions that only kernels call: no way in from Python, which halves what they compile for.
+# `inlined` is for what stands inside a loop over vectors: a call there would spill every register.
+_INNER: dict[str, bool] = {"nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+inner = njit(**_INNER)
+inlined = njit(**_INNER, forceinline=True)
+
+
+@inlined
 def load(address: Any, kind: Any) -> Any:
     """Sixteen elements, widened."""
     if kind == BFLOAT16:
@@ -81,7 +88,7 @@ def load(address: Any, kind: Any) -> Any:
     return v.load_f32(address)
 
 
-@njit(nogil=True)
+@inlined
 def store_all(address: Any, x: Any, kind: Any) -> None:
     """Sixteen finite lanes to nearest even; float16 stops at its largest."""
     if kind == BFLOAT16:
@@ -92,7 +99,7 @@ def store_all(address: Any, x: Any, kind: Any) -> None:
         v.store_f32(address, x)
 
 
-@njit(nogil=True)
+@inlined
 def store(row: Any, c: Any, d: Any, x: Any, kind: Any, spare: Any) -> None:
     """Store lanes as elements c.. of a row of d elements; `spare` takes a tail, 64 bytes."""
     item = 4 if kind == FLOAT32 else 2

@@ -1,6 +1,6 @@
 """Codec int8: keys per channel over a group of tokens, values per token; Numba kernels.
 
-Bytes are those of `reference`, which defines each step. One share of work is
+Bytes are those of `reference`, which defines each step. One span of work is
 (page, head) tasks; a task goes group by group through a float32 tile that
 stays in the first cache, so a page is read once and written once.
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from numba import njit  # type: ignore[attr-defined]
 
 from tierd.codec import vector as v
-from tierd.codec.elements import FLOAT32, Target, element_kind, load, store
+from tierd.codec.elements import FLOAT32, Target, element_kind, inlined, inner, load, store
 from tierd.codec.intrinsics import as_array
 from tierd.codec.layout import PageLayout
 from tierd.codec.reference import (
@@ -27,7 +27,7 @@ from tierd.codec.reference import (
     raw_layout,
     slack,
 )
-from tierd.codec.workers import run_shares
+from tierd.codec.workers import run_spans
 from tierd.units import CACHE_LINE_BYTES, round_up
 
 IntArray = npt.NDArray[np.int64]
@@ -65,7 +65,7 @@ class _Shape(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Addresses of one share's scratch: float32 unless said otherwise."""
+    """Addresses of one span's scratch: float32 unless said otherwise."""
 
     tile: int  # [group, padded]
     codes: int  # uint8 [group, padded]
@@ -93,12 +93,12 @@ def encode_pages(
     flags = np.zeros(tasks, dtype=np.uint8)
     addresses = source.ctypes.data, destination.ctypes.data, flags.ctypes.data
 
-    def share(first: int, end: int) -> None:
+    def span(first: int, end: int) -> None:
         scratch, memory = _scratch(shape)
-        _encode_share(*addresses, first, end, shape, slack(shape.d), scratch)
+        _encode_span(*addresses, first, end, shape, slack(shape.d), scratch)
         del memory  # alive until here: the kernel knows only its address
 
-    run_shares(share, tasks, len(source) * layout.payload_bytes, threads)
+    run_spans(span, tasks, len(source) * layout.payload_bytes, threads)
     pages = np.bitwise_or.reduce(flags.reshape(-1, layout.kv_heads), axis=1)
     return _STATUS_OF_FLAGS[pages]
 
@@ -110,12 +110,12 @@ def decode_pages(
     shape = _shape(layout)
     tasks = len(source) * layout.kv_heads
 
-    def share(first: int, end: int) -> None:
+    def span(first: int, end: int) -> None:
         scratch, memory = _scratch(shape)
-        _decode_share(source.ctypes.data, first, end, shape, target, scratch)
+        _decode_span(source.ctypes.data, first, end, shape, target, scratch)
         del memory
 
-    run_shares(share, tasks, len(source) * layout.payload_bytes, threads)
+    run_spans(span, tasks, len(source) * layout.payload_bytes, threads)
 
 
 def _shape(layout: PageLayout) -> _Shape:
@@ -140,7 +140,7 @@ def _scratch(shape: _Shape) -> tuple[_Scratch, npt.NDArray[np.uint8]]:
 
 
 @njit(nogil=True)
-def _encode_share(
+def _encode_span(
     source: Any, target: Any, flags: Any, first: Any, end: Any, s: Any, error_slack: Any, w: Any
 ) -> None:
     sources, targets = as_array(source, end, np.int64), as_array(target, end, np.int64)
@@ -157,7 +157,7 @@ def _encode_share(
         found[task] = bits
 
 
-@njit(nogil=True)
+@inner
 def _encode_keys(hot: Any, out: Any, group: Any, s: Any, error_slack: Any, w: Any) -> Any:
     bits = _fill_tile(hot + s.hot_keys, group, s, False, w)
     row_bytes = 4 * s.padded
@@ -174,7 +174,7 @@ def _encode_keys(hot: Any, out: Any, group: Any, s: Any, error_slack: Any, w: An
     v.copy_bytes(out + s.key_scale + 2 * group * s.d, w.scale_half, 2 * s.d)
     magic = v.splat(_ROUND)
     for t in range(s.group):
-        _prefetch_row(hot + s.hot_keys, group + 1, t, s)
+        _prefetch_next(hot + s.hot_keys, out + s.keys, group, t, s)
         total = v.splat(_ZERO)
         for c in range(0, s.padded, 16):
             x = v.load_f32(w.tile + t * row_bytes + 4 * c)
@@ -190,7 +190,7 @@ def _encode_keys(hot: Any, out: Any, group: Any, s: Any, error_slack: Any, w: An
     return bits
 
 
-@njit(nogil=True)
+@inner
 def _encode_values(hot: Any, out: Any, group: Any, s: Any, w: Any) -> Any:
     bits = _fill_tile(hot + s.hot_values, group, s, True, w)
     row_bytes = 4 * s.padded
@@ -207,7 +207,7 @@ def _encode_values(hot: Any, out: Any, group: Any, s: Any, w: Any) -> Any:
     v.copy_bytes(out + s.value_scale + 2 * group * s.group, w.scale_half, 2 * s.group)
     magic = v.splat(_ROUND)
     for t in range(s.group):
-        _prefetch_row(hot + s.hot_values, group + 1, t, s)
+        _prefetch_next(hot + s.hot_values, out + s.values, group, t, s)
         zero = v.splat(v.read_f32(w.zero + 4 * t))
         inverse = v.splat(v.read_f32(w.inverse + 4 * t))
         for c in range(0, s.padded, 16):
@@ -223,7 +223,7 @@ def _encode_values(hot: Any, out: Any, group: Any, s: Any, w: Any) -> Any:
     return bits
 
 
-@njit(nogil=True)
+@inner
 def _fill_tile(part: Any, group: Any, s: Any, repeat_first: Any, w: Any) -> Any:
     """Widen a group's rows into the tile; pad with 0, or with the row's first element."""
     item = 4 if s.kind == FLOAT32 else 2
@@ -250,16 +250,22 @@ def _fill_tile(part: Any, group: Any, s: Any, repeat_first: Any, w: Any) -> Any:
     return 0 if v.fold_sum(check) == _ZERO else _NOT_FINITE
 
 
-@njit(nogil=True)
-def _prefetch_row(part: Any, group: Any, t: Any, s: Any) -> None:
-    """Fetch a row of the next group while this one is in the arithmetic; may pass the page's end."""
+@inlined
+def _prefetch_next(part: Any, codes: Any, group: Any, t: Any, s: Any) -> None:
+    """While a group is in the arithmetic, fetch a row of the next and of where it will go.
+
+    Groups are too short for the processor to see the pattern: without this a
+    core waits for RAM a third of the time. Past the page's end it does no harm.
+    """
     row_bytes = s.d * (4 if s.kind == FLOAT32 else 2)
-    row = part + (group * s.group + t) * row_bytes
+    row = (group + 1) * s.group + t
     for line in range(0, row_bytes, CACHE_LINE_BYTES):
-        v.prefetch(row + line)
+        v.prefetch_read(part + row * row_bytes + line)
+    for line in range(0, s.d, CACHE_LINE_BYTES):
+        v.prefetch_write(codes + row * s.d + line)
 
 
-@njit(nogil=True)
+@inner
 def _choose_scales(count: Any, w: Any) -> Any:
     """From low and high make zero, scale and inverse, [count] each, and their halves."""
     nothing, tiny, normal = v.splat(_ZERO), v.splat(_HALF_TINY), v.splat(_NORMAL_MIN)
@@ -283,7 +289,7 @@ def _choose_scales(count: Any, w: Any) -> Any:
     return _OUT_OF_RANGE if v.fold_max(largest) > _HALF_MAX else 0
 
 
-@njit(nogil=True)
+@inner
 def _store_key_codes(out: Any, s: Any, w: Any) -> None:
     """Transpose codes [group, padded] into out [head_dim, group]."""
     for c in range(0, s.padded, 16):
@@ -295,7 +301,7 @@ def _store_key_codes(out: Any, s: Any, w: Any) -> None:
             v.copy_bytes(out + c * s.group, tile, (s.d - c) * s.group)
 
 
-@njit(nogil=True)
+@inner
 def _store_key_error(out: Any, s: Any, error_slack: Any, w: Any) -> None:
     nothing = v.splat(_ZERO)
     largest = nothing
@@ -308,7 +314,7 @@ def _store_key_error(out: Any, s: Any, error_slack: Any, w: Any) -> None:
         v.store_f16(out + 2 * t, v.half_up(v.greater(norm, least)))
 
 
-@njit(nogil=True)
+@inner
 def _zero_gaps(out: Any, s: Any) -> None:
     codes, scales = s.tokens * s.d, 2 * (s.tokens // s.group) * s.d
     for part in (s.keys, s.values):
@@ -320,7 +326,7 @@ def _zero_gaps(out: Any, s: Any) -> None:
 
 
 @njit(nogil=True)
-def _decode_share(source: Any, first: Any, end: Any, s: Any, target: Any, w: Any) -> None:
+def _decode_span(source: Any, first: Any, end: Any, s: Any, target: Any, w: Any) -> None:
     sources = as_array(source, end, np.int64)
     row_bytes = s.d * (4 if target.kind == FLOAT32 else 2)
     for task in range(first, end):
@@ -335,7 +341,7 @@ def _decode_share(source: Any, first: Any, end: Any, s: Any, target: Any, w: Any
             _decode_values(payload, values + done, group, s, target.kind, row_bytes, w)
 
 
-@njit(nogil=True)
+@inner
 def _decode_keys(
     payload: Any, out: Any, group: Any, s: Any, kind: Any, row_bytes: Any, w: Any
 ) -> None:
@@ -356,7 +362,7 @@ def _decode_keys(
             store(out + t * row_bytes, c, s.d, x, kind, w.spare)
 
 
-@njit(nogil=True)
+@inner
 def _decode_values(
     payload: Any, out: Any, group: Any, s: Any, kind: Any, row_bytes: Any, w: Any
 ) -> None:

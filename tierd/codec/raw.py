@@ -16,7 +16,7 @@ from tierd.codec.elements import FLOAT32, Target, element_kind, load
 from tierd.codec.intrinsics import as_array
 from tierd.codec.layout import PageLayout
 from tierd.codec.reference import STATUS_OK
-from tierd.codec.workers import run_shares
+from tierd.codec.workers import run_spans
 from tierd.units import CACHE_LINE_BYTES
 
 IntArray = npt.NDArray[np.int64]
@@ -38,8 +38,8 @@ def encode_pages(
     """Copy hot pages at [pages] addresses to [pages] addresses; returns all 0, uint8 [pages]."""
     shape = _shape(layout)
     addresses = source.ctypes.data, destination.ctypes.data
-    run_shares(
-        lambda first, end: _encode_share(*addresses, first, end, shape),
+    run_spans(
+        lambda first, end: _encode_span(*addresses, first, end, shape),
         len(source) * layout.kv_heads,
         len(source) * layout.payload_bytes,
         threads,
@@ -52,8 +52,8 @@ def decode_pages(
 ) -> None:
     """Copy, or widen to float32, payloads at [pages] addresses into `target` in order."""
     shape = _shape(layout)
-    run_shares(
-        lambda first, end: _decode_share(source.ctypes.data, first, end, shape, target),
+    run_spans(
+        lambda first, end: _decode_span(source.ctypes.data, first, end, shape, target),
         len(source) * layout.kv_heads,
         len(source) * layout.payload_bytes,
         threads,
@@ -68,7 +68,7 @@ def _shape(layout: PageLayout) -> _Shape:
 
 
 @njit(nogil=True)
-def _encode_share(source: Any, target: Any, first: Any, end: Any, s: Any) -> None:
+def _encode_span(source: Any, target: Any, first: Any, end: Any, s: Any) -> None:
     sources, targets = as_array(source, end, np.int64), as_array(target, end, np.int64)
     part_bytes = s.elements * (4 if s.kind == FLOAT32 else 2)
     for task in range(first, end):
@@ -80,7 +80,7 @@ def _encode_share(source: Any, target: Any, first: Any, end: Any, s: Any) -> Non
 
 
 @njit(nogil=True)
-def _decode_share(source: Any, first: Any, end: Any, s: Any, target: Any) -> None:
+def _decode_span(source: Any, first: Any, end: Any, s: Any, target: Any) -> None:
     sources = as_array(source, end, np.int64)
     item = 4 if s.kind == FLOAT32 else 2
     out_item = 4 if target.kind == FLOAT32 else 2

@@ -95,6 +95,26 @@ def _store(narrow: Callable[[Any, Any], Any]) -> Any:
     return operation
 
 
+def _prefetch(for_write: int) -> Any:
+    """Begin to load the cache line at an address, which need not be mapped."""
+
+    @intrinsic
+    def operation(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = ir.IntType(8).as_pointer()
+            kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+            fetch = builder.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
+            nearest, data = _I32(3), _I32(1)
+            builder.call(
+                fetch, [builder.inttoptr(args[0], pointer), _I32(for_write), nearest, data]
+            )
+            return context.get_dummy_value()
+
+        return types.void(types.int64), codegen
+
+    return operation
+
+
 def _fold(combine: Callable[[Any, Any, Any], Any]) -> Any:
     """Combine lanes i and i + 8, then 4, 2, 1: a fixed order."""
 
@@ -168,6 +188,8 @@ store_f32 = _store(lambda builder, a: a)
 store_bf16 = _store(_narrow_bf16)  # to nearest even; for finite lanes
 store_f16 = _store(lambda builder, a: builder.fptrunc(a, _F16S))  # to nearest even
 store_low_bytes = _store(_low_bytes)  # the low byte of each lane's float32 bits
+
+prefetch_read, prefetch_write = _prefetch(0), _prefetch(1)
 
 add = _binary(lambda builder, a, b: builder.fadd(a, b))
 sub = _binary(lambda builder, a, b: builder.fsub(a, b))
@@ -249,21 +271,6 @@ def transpose_16x16(
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), codegen
-
-
-@intrinsic
-def prefetch(typingctx: Any, address: Any) -> Any:
-    """Begin to load the cache line at an address, which need not be mapped."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
-        fetch = builder.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
-        read, keep, data = _I32(0), _I32(3), _I32(1)
-        builder.call(fetch, [builder.inttoptr(args[0], pointer), read, keep, data])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
 
 
 @intrinsic
