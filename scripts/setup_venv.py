@@ -4,7 +4,8 @@ Invariants:
   the stamp is removed first and written last: while it stands, the environment is whole
   the stamp names what the environment was made from; made from something else, it is brought up
   to date, and without a stamp (an interrupted setup) it is made anew
-  one setup at a time: pyproject.toml is locked from the first look to the stamp
+  one setup at a time: pyproject.toml is locked from the first look to the stamp, and for as long
+  as a pip runs that outlived a killed setup
 
 Everything it says goes to stderr, so that stdout stays the caller's.
 """
@@ -69,6 +70,7 @@ def one_at_a_time() -> Iterator[None]:
     waiting = False
     # The lock is on a file that every checkout has: none is left behind, none can be deleted.
     with open(ROOT / "pyproject.toml", "rb") as file:
+        os.set_inheritable(file.fileno(), True)  # the lock lives while any holder does, pip too
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,7 +92,13 @@ def run(*command: str | Path) -> None:
     env = {name: value for name, value in os.environ.items() if name not in _DIVERTING}
     try:
         subprocess.run(
-            command, check=True, stdout=sys.stderr, cwd=ROOT, env=env, timeout=SETUP_SECONDS_MAX
+            command,
+            check=True,
+            stdout=sys.stderr,
+            cwd=ROOT,
+            env=env,
+            timeout=SETUP_SECONDS_MAX,
+            close_fds=False,
         )
     except subprocess.CalledProcessError as error:
         raise SetupFailed(
