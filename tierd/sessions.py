@@ -1,54 +1,151 @@
-"""What the store remembers of a session, and the one line on how its life goes.
+"""Sessions: one growing token sequence each, and the engine that owns it.
 
-    open → RUNNING ⇄ IDLE → suspend → SUSPENDED → resume → RUNNING … → close
+    open → RUNNING ⇄ IDLE → suspend → SUSPENDED → resume → RUNNING …     close from any
 
 Invariants:
-  a session has a page table exactly while an engine owns it
-  a suspended session has its token ids, and blocks 0 to sealed_blocks - 1 of them
-  have every page; nothing of a later block is kept
+  a session has a page table exactly while an engine owns it, and only RUNNING
+  and IDLE ones do
+  a suspended session has its token ids, every page of blocks 0 to
+  sealed_blocks - 1, and no other page
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+from tierd.errors import InvalidArgument, NotFound, TierFull
 from tierd.index import SessionIndex
 from tierd.memory.pagetable import PageTableWriter
-from tierd.types import Namespace, SessionState
-from tierd.units import round_up
+from tierd.types import Namespace, PageKey, Place, SessionState
 
-# 8M tokens at 16 tokens a block and 128 layers is a 1 GiB page table: refuse beyond.
-PAGE_TABLE_BYTES_MAX = 1 << 30
 SESSIONS_MAX = 1024
+# 4M tokens in blocks of 256 over 128 layers are 2M entries of 16 bytes: 32 MiB. Beyond
+# 256 MiB it is a mistake, and 1,024 sessions of that size would be all of a host's memory.
+PAGE_TABLE_BYTES_MAX = 256 << 20
+PAGE_TABLE_ENTRY_BYTES = 16
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One growing token sequence. `number` is its 8-byte id as an int, `id` the same in hex.
+    """One session. `number` is its 8-byte id as an int, `id` the same in 16 hex digits.
 
-    `token_ids` are uint32 little endian, kept while suspended. `last_used_seconds`
-    is on the store's clock.
+    `token_ids` (uint32 little endian) and `sealed_blocks` are those of the last
+    suspension. `last_used_seconds` is on the store's clock.
     """
 
     number: int
     namespace: Namespace
     namespace_digest: bytes
-    max_blocks: int
-    engine_id: int | None
-    state: SessionState
-    last_used_seconds: float
     index: SessionIndex
+    last_used_seconds: float
+    state: SessionState = SessionState.SUSPENDED
+    engine_id: int | None = None
     table: PageTableWriter | None = None
+    max_blocks: int = 0
     token_ids: bytes = b""
     sealed_blocks: int = 0
-    reservations: set[int] = field(default_factory=set)
 
     @property
     def id(self) -> str:
-        """The session's name for people and for the wire: 16 hex digits."""
+        """The session's name for people and on the wire."""
         return f"{self.number:016x}"
 
+    @property
+    def layers(self) -> int:
+        """Layers of the session's model: pages in a block."""
+        return self.namespace.geometry.layers
 
-def table_bytes(layers: int, max_blocks: int) -> int:
-    """Return the bytes of a page table of this shape."""
-    return round_up(4096 + 16 * layers * max_blocks, 4096)
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block."""
+        return self.namespace.geometry.block_tokens
+
+    def give(self, engine_id: int, max_tokens: int, epoch: int) -> None:
+        """Let an engine own the session, in a new page table. Raises InvalidArgument (size)."""
+        assert self.table is None, f"session {self.id} has a page table already"
+        max_blocks = self.namespace.geometry.blocks_for(max_tokens)
+        table_bytes = PAGE_TABLE_ENTRY_BYTES * self.layers * max_blocks
+        if max_blocks < max(1, self.sealed_blocks) or table_bytes > PAGE_TABLE_BYTES_MAX:
+            raise InvalidArgument(f"max_tokens is {max_tokens}: too few or too many")
+        self.table = PageTableWriter(self.number, self.layers, max_blocks)
+        self.table.set_epoch(epoch)
+        self.index.attach(self.table)
+        self.max_blocks = max_blocks
+        self.engine_id = engine_id
+        self.state = SessionState.RUNNING
+
+    def take_back(self, state: SessionState) -> None:
+        """End the engine's ownership: the page table is emptied and closed."""
+        self.index.detach()
+        if self.table is not None:
+            self.table.close()
+        self.table = None
+        self.engine_id = None
+        self.state = state
+
+    def pages_from(self, first_block: int) -> list[tuple[PageKey, Place]]:
+        """Return the pages of blocks >= first_block, block by block."""
+        pages: list[tuple[PageKey, Place]] = []
+        for block in self.index.blocks_from(first_block):
+            for layer in self.index.layers_of(block):
+                page = self.index.get(layer, block)
+                assert page is not None
+                pages.append((PageKey(self.number, layer, block), page.place))
+        return pages
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if state, owner, table and pages do not agree."""
+        owned = self.state in (SessionState.RUNNING, SessionState.IDLE)
+        assert owned == (self.engine_id is not None) == (self.table is not None), (
+            f"session {self.id}: {self.state}, engine {self.engine_id}, table {self.table}"
+        )
+        self.index.check_integrity()
+        if self.state is SessionState.SUSPENDED:
+            pages = self.sealed_blocks * self.layers
+            assert len(self.index) == pages and self.index.holds(range(self.sealed_blocks)), (
+                f"session {self.id}: {len(self.index)} pages, {self.sealed_blocks} sealed blocks"
+            )
+
+
+class SessionBook:
+    """All sessions by number."""
+
+    def __init__(self, new_number: Callable[[], int]) -> None:
+        self._new_number = new_number
+        self._sessions: dict[int, Session] = {}
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def new(self, namespace: Namespace, now_seconds: float) -> Session:
+        """Return a session with an unused number, not yet in the book. Raises TierFull."""
+        if len(self._sessions) >= SESSIONS_MAX:
+            raise TierFull(f"{SESSIONS_MAX} sessions are open", retry_after_seconds=1.0)
+        number = self._new_number()
+        while number == 0 or number in self._sessions:
+            number = self._new_number()
+        index = SessionIndex(namespace.geometry.layers)
+        return Session(number, namespace, namespace.digest(), index, now_seconds)
+
+    def add(self, session: Session) -> None:
+        """Enter a session."""
+        self._sessions[session.number] = session
+
+    def remove(self, session: Session) -> None:
+        """Strike a session out."""
+        del self._sessions[session.number]
+
+    def find(self, number: int, engine_id: int | None = None) -> Session:
+        """Raise NotFound if there is none, or it is not `engine_id`'s."""
+        session = self._sessions.get(number)
+        if session is None or (engine_id is not None and session.engine_id != engine_id):
+            raise NotFound(f"no session {number:016x}")
+        return session
+
+    def of_engine(self, engine_id: int) -> list[Session]:
+        """Return the sessions that an engine owns."""
+        return [session for session in self if session.engine_id == engine_id]

@@ -1,0 +1,115 @@
+"""The census: the store counted, for `stats`, and counted twice, for `check_integrity`.
+
+Shape of `stats` (bytes and pages are ints; "tiers" has "warm" and "cold"):
+
+    tiers: {tier: pages, bytes, capacity_bytes, used_bytes, peak_bytes, slabs,
+                  reserved_slots, retired_slots}
+    demotions, spills, promotions, evictions, misses, corrupt, expired: pages
+        (expired: demotions) since the start
+    demotions_open, moves_open, orphans, engines, epoch
+    sessions: {running, idle, suspended}
+    hints: {useful, late, wasted, cancelled, opened, open, clients}
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from tierd.index import STORED_TIERS
+from tierd.memory.slabs import SlabPool
+from tierd.types import SessionState, Tier
+
+if TYPE_CHECKING:
+    from tierd.store import Store
+
+COUNTERS = ("demotions", "spills", "promotions", "evictions", "misses", "corrupt", "expired")
+
+
+def stats(store: Store) -> dict[str, Any]:
+    """Return the dict whose shape the module's docstring gives."""
+    states = Counter(session.state for session in store.book)
+    return {
+        "tiers": {tier.name.lower(): _tier(store, tier) for tier in STORED_TIERS},
+        **{name: store.counts[name] for name in COUNTERS},
+        "demotions_open": len(store.demotions),
+        "moves_open": len(store.placement.moving),
+        "orphans": len(store.placement.orphans),
+        "engines": len(store.engines),
+        "epoch": store.placement.epochs.now,
+        "sessions": {
+            state.value: states[state] for state in SessionState if state != SessionState.CLOSED
+        },
+        "hints": store.hints.stats(),
+    }
+
+
+def _tier(store: Store, tier: Tier) -> dict[str, int]:
+    pools = store.placement.pools[tier]
+    counts = [(pool, pool.counts()) for pool in pools]
+    return {
+        "pages": sum(session.index.pages_in(tier) for session in store.book),
+        "bytes": sum(pool.slot_bytes * count.resident for pool, count in counts),
+        "capacity_bytes": pools.budget.limit_bytes,
+        "used_bytes": pools.budget.used_bytes,
+        "peak_bytes": pools.budget.peak_bytes,
+        "slabs": sum(len(pool.slabs()) for pool in pools),
+        "reserved_slots": sum(count.reserved for _, count in counts),
+        "retired_slots": sum(count.retired for _, count in counts),
+    }
+
+
+def check_integrity(store: Store) -> None:
+    """Raise AssertionError unless every slot has exactly the owner it should have."""
+    for session in store.book:
+        session.check_integrity()
+        engine = session.engine_id
+        assert engine is None or engine in store.engines, (
+            f"session {session.id} is owned by engine {engine}, which is gone"
+        )
+    store.demotions.check_integrity()
+    store.hints.check_integrity()
+    resident, reserved = _owned_slots(store)
+    for tier in STORED_TIERS:
+        pools = store.placement.pools[tier]
+        pools.check_integrity()
+        for pool in pools:
+            _check_pool(pool, resident, reserved)
+    known = {pool for tier in STORED_TIERS for pool in store.placement.pools[tier]}
+    lost = (set(resident) | set(reserved)) - known
+    assert not lost, f"pools with pages or demotions, but no longer kept: {lost}"
+
+
+def _owned_slots(store: Store) -> tuple[Counter[SlabPool], Counter[SlabPool]]:
+    placement = store.placement
+    resident: Counter[SlabPool] = Counter()
+    reserved: Counter[SlabPool] = Counter()
+    places: set[tuple[int, int]] = set()
+    for session in store.book:
+        for _, page in session.index:
+            resident[placement.pool(page.place.tier, session, page.place.codec)] += 1
+            places.add((page.place.slab, page.place.slot))
+    pages = sum(len(session.index) for session in store.book)
+    assert len(places) == pages, f"{pages} pages share {len(places)} slots"
+    for demotion in store.demotions:
+        for _, place in demotion.plan.pages():
+            reserved[placement.pool(place.tier, demotion.session, place.codec)] += 1
+    for move in (*placement.moving.values(), *placement.orphans):
+        to = move.destination
+        reserved[placement.pool(to.tier, move.session, to.codec)] += 1
+        if move.orphaned:
+            resident[placement.pool(move.source.tier, move.session, to.codec)] += 1
+        else:
+            page = move.session.index.get(move.key.layer, move.key.block)
+            assert page is not None and page.place == move.source, (
+                f"move of {move.key} from {move.source}, but the page is {page}"
+            )
+    return resident, reserved
+
+
+def _check_pool(pool: SlabPool, resident: Counter[SlabPool], reserved: Counter[SlabPool]) -> None:
+    counts = pool.counts()
+    assert counts.resident == resident[pool] and counts.reserved == reserved[pool], (
+        f"pool of {pool.slot_bytes}-byte slots, {pool.tier!r}: {counts}; "
+        f"owned: resident {resident[pool]}, reserved {reserved[pool]}"
+    )

@@ -1,0 +1,163 @@
+"""Demotions: warm slots lent to an engine that writes pages into them.
+
+    plan → commit                      published; the id is used up
+    plan → abort                       the engine gives the slots back
+    plan → revoked → commit | abort    it was too slow, or the blocks were truncated;
+                                       commit fails, either frees the slots
+
+The slots of a live engine are never freed behind its back: it may be writing
+them this moment (an engine that was stopped writes when it goes on), and the
+bytes would land in another's page. Freeing them on a timer was rejected for
+that. So a revoked demotion holds its slots until the engine answers for it,
+ends its session, or dies; DEMOTIONS_MAX bounds what an engine can hold so.
+
+Invariants:
+  a demotion is used once, by the engine that planned it
+  the blocks of a session's open demotions are disjoint, and not in its index
+  an open demotion is younger than EXPIRY_SECONDS at each tick
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tierd.errors import InvalidArgument, StaleGeneration, TierFull
+from tierd.memory.slabs import SlabPool
+from tierd.sessions import Session
+from tierd.types import PageKey, Place
+
+# The slowest encoder we serve does 0.1 GB/s, a plan is at most a hot tier's half: 30 s is 3 GB.
+EXPIRY_SECONDS = 30.0
+DEMOTIONS_MAX = 64  # a session pipelines 2 or 3; more are lost replies, freed with the session
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DemotionPlan:
+    """Warm slots reserved for pages of one session.
+
+    `blocks[i]`'s layer j goes to `places[i][j]`. Digests are committed in that
+    order: block by block, layers inside.
+    """
+
+    reservation: int
+    session: int
+    blocks: list[int]
+    places: list[list[Place]]
+
+    def pages(self) -> Iterator[tuple[PageKey, Place]]:
+        """Iterate over the plan's pages in digest order."""
+        for block, layers in zip(self.blocks, self.places, strict=True):
+            for layer, place in enumerate(layers):
+                yield PageKey(self.session, layer, block), place
+
+
+@dataclass(slots=True, eq=False)
+class Demotion:
+    """A plan and who answers for it."""
+
+    plan: DemotionPlan
+    engine_id: int
+    session: Session
+    expires_seconds: float
+    revoked: bool = False
+
+
+class RoomNeeded(TierFull):
+    """Warm has no room now: `slots` in `pool` would do. The mover makes them and retries."""
+
+    def __init__(self, message: str, *, pool: SlabPool, slots: int) -> None:
+        super().__init__(message)
+        self.pool = pool
+        self.slots = slots
+
+
+class Demotions:
+    """All demotions whose slots are still lent."""
+
+    def __init__(self) -> None:
+        self._lent: dict[int, Demotion] = {}
+        self._planned = 0
+
+    def __iter__(self) -> Iterator[Demotion]:
+        return iter(self._lent.values())
+
+    def __len__(self) -> int:
+        return len(self._lent)
+
+    def admit(self, engine_id: int) -> None:
+        """Raise TierFull if the engine has DEMOTIONS_MAX unanswered."""
+        lent = sum(demotion.engine_id == engine_id for demotion in self)
+        if lent >= DEMOTIONS_MAX:
+            raise TierFull(
+                f"engine {engine_id} has {lent} demotions that it neither committed nor aborted"
+            )
+
+    def lend(
+        self, engine_id: int, session: Session, blocks: dict[int, list[Place]], now_seconds: float
+    ) -> DemotionPlan:
+        """Record the places of each block as lent to the engine; return the plan."""
+        self._planned += 1
+        plan = DemotionPlan(self._planned, session.number, list(blocks), list(blocks.values()))
+        self._lent[plan.reservation] = Demotion(
+            plan, engine_id, session, now_seconds + EXPIRY_SECONDS
+        )
+        return plan
+
+    def blocks_of(self, session: Session) -> set[int]:
+        """Return the blocks that are on their way to warm."""
+        return {
+            block
+            for demotion in self.of_session(session)
+            if not demotion.revoked
+            for block in demotion.plan.blocks
+        }
+
+    def of_session(self, session: Session) -> list[Demotion]:
+        """Return a session's demotions, revoked ones too."""
+        return [demotion for demotion in self if demotion.session is session]
+
+    def find(self, engine_id: int, reservation: int) -> Demotion:
+        """Raise StaleGeneration if it is not lent to this engine."""
+        demotion = self._lent.get(reservation)
+        if demotion is None or demotion.engine_id != engine_id:
+            raise StaleGeneration(f"demotion {reservation} is not open: used, aborted or unknown")
+        return demotion
+
+    def settle(self, demotion: Demotion) -> None:
+        """The slots are no longer lent."""
+        del self._lent[demotion.plan.reservation]
+
+    def revoke_blocks(self, session: Session, first_block: int) -> None:
+        """Revoke a session's demotions that hold a block >= first_block."""
+        for demotion in self.of_session(session):
+            demotion.revoked |= max(demotion.plan.blocks) >= first_block
+
+    def expire(self, now_seconds: float) -> int:
+        """Revoke what is overdue; return how many."""
+        overdue = [d for d in self if not d.revoked and now_seconds >= d.expires_seconds]
+        for demotion in overdue:
+            demotion.revoked = True
+        return len(overdue)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if two open demotions hold a block, or one is in the index."""
+        taken: set[tuple[int, int]] = set()
+        for demotion in self:
+            for block in [] if demotion.revoked else demotion.plan.blocks:
+                key = (demotion.session.number, block)
+                assert key not in taken, f"block {block} is lent twice in session {key[0]:x}"
+                taken.add(key)
+                layers = demotion.session.index.layers_of(block)
+                assert not layers, f"block {block} is lent and has layers {layers} below hot"
+
+
+def split_digests(plan: DemotionPlan, digests: bytes) -> list[bytes]:
+    """Return one digest per page of the plan. Raises InvalidArgument."""
+    pages = sum(map(len, plan.places))
+    if len(digests) != pages * DIGEST_BYTES:
+        raise InvalidArgument(
+            f"commit: {len(digests)} bytes of digests, {pages} pages need {pages * DIGEST_BYTES}"
+        )
+    return [digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES)]

@@ -1,0 +1,156 @@
+"""The index of one session: which page lies where, with which digest.
+
+The page table in shared memory is its mirror: an entry is published when the
+page is set and gone when it is dropped, never later. `attach` and `detach`
+give and take the mirror when an engine comes and goes.
+
+Invariants:
+  each page is in exactly one tier, warm or cold
+  the pages by tier and block are the pages by (layer, block), counted otherwise
+  an attached table holds these pages and no others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from tierd.memory.pagetable import PageTableReader, PageTableWriter
+from tierd.types import Place, Tier
+
+STORED_TIERS = (Tier.WARM, Tier.COLD)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A published page: where it is, and the xxh3-128 digest (16 bytes) of its payload."""
+
+    place: Place
+    digest: bytes
+
+
+class SessionIndex:
+    """(layer, block) → Page of one session, mirrored in its page table while it has one."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+        self._pages: dict[tuple[int, int], Page] = {}
+        self._by_block: dict[Tier, dict[int, set[int]]] = {tier: {} for tier in STORED_TIERS}
+        self._table: PageTableWriter | None = None
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __iter__(self) -> Iterator[tuple[tuple[int, int], Page]]:
+        return iter(self._pages.items())
+
+    def attach(self, table: PageTableWriter) -> None:
+        """Mirror into `table` (empty so far) from now on; every page is published in it."""
+        assert self._table is None, "index has a table already"
+        self._table = table
+        for (layer, block), page in self._pages.items():
+            table.publish(layer, block, page.place)
+        table.bump_version()
+
+    def detach(self) -> None:
+        """Take every entry out of the table and let it go; the pages stay."""
+        if self._table is None:
+            return
+        for layer, block in self._pages:
+            self._table.unpublish(layer, block)
+        self._table.bump_version()
+        self._table = None
+
+    def get(self, layer: int, block: int) -> Page | None:
+        """Return the page, or None."""
+        return self._pages.get((layer, block))
+
+    def set(self, layer: int, block: int, page: Page) -> None:
+        """Publish a page, in place of the one before it if there is one. Publish in batches,
+        then call `bump`."""
+        self._forget(layer, block)
+        self._pages[layer, block] = page
+        self._by_block[page.place.tier].setdefault(block, set()).add(layer)
+        if self._table is not None:
+            self._table.publish(layer, block, page.place)
+
+    def drop(self, layer: int, block: int) -> Page:
+        """Unpublish a page and return it. Call `bump` after the batch."""
+        page = self._forget(layer, block)
+        assert page is not None, f"page ({layer}, {block}) is not in the index"
+        if self._table is not None:
+            self._table.unpublish(layer, block)
+        return page
+
+    def bump(self) -> None:
+        """Tell readers that a batch of changes is complete."""
+        if self._table is not None:
+            self._table.bump_version()
+
+    def pages_in(self, tier: Tier) -> int:
+        """Return how many pages are in `tier`."""
+        return sum(len(layers) for layers in self._by_block[tier].values())
+
+    def blocks_in(self, tier: Tier) -> list[int]:
+        """Return the blocks with a page in `tier`, oldest first."""
+        return sorted(self._by_block[tier])
+
+    def layers_in(self, tier: Tier, block: int) -> list[int]:
+        """Return the layers of `block` whose page is in `tier`, ascending."""
+        return sorted(self._by_block[tier].get(block, ()))
+
+    def blocks_from(self, first_block: int) -> list[int]:
+        """Return the blocks >= first_block with any page, oldest first."""
+        blocks = {block for tier in STORED_TIERS for block in self._by_block[tier]}
+        return sorted(block for block in blocks if block >= first_block)
+
+    def layers_of(self, block: int) -> list[int]:
+        """Return the layers of `block` with a page in any tier, ascending."""
+        return sorted(
+            layer for tier in STORED_TIERS for layer in self._by_block[tier].get(block, ())
+        )
+
+    def holds(self, blocks: Iterable[int]) -> bool:
+        """Say whether every page of every one of `blocks` is here."""
+        return all(len(self.layers_of(block)) == self.layers for block in blocks)
+
+    def _forget(self, layer: int, block: int) -> Page | None:
+        page = self._pages.pop((layer, block), None)
+        if page is not None:
+            blocks = self._by_block[page.place.tier]
+            blocks[block].discard(layer)
+            if not blocks[block]:
+                del blocks[block]
+        return page
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the counts or the mirror differ from the pages."""
+        counted = {tier: self.pages_in(tier) for tier in STORED_TIERS}
+        assert sum(counted.values()) == len(self._pages), (
+            f"index: {counted} by tier, {len(self._pages)} pages"
+        )
+        for (layer, block), page in self._pages.items():
+            assert layer in self._by_block[page.place.tier].get(block, ()), (
+                f"index: page ({layer}, {block}) {page.place} is not counted in its tier"
+            )
+        if self._table is not None:
+            self._check_table(self._table)
+
+    def _check_table(self, table: PageTableWriter) -> None:
+        reader = PageTableReader(table.fd)
+        try:
+            view = reader.read(reader.max_blocks)
+            published = int((view.tier != 0).sum())
+            assert published == len(self._pages), (
+                f"page table: {published} entries, {len(self._pages)} pages"
+            )
+            for (layer, block), page in self._pages.items():
+                fields = (view.tier, view.codec, view.slab, view.slot, view.generation)
+                entry = tuple(int(field[layer, block]) for field in fields)
+                place = page.place
+                own = (place.tier, place.codec, place.slab, place.slot, place.generation)
+                assert entry == tuple(map(int, own)), (
+                    f"page table ({layer}, {block}): entry {entry}, index {own}"
+                )
+        finally:
+            reader.close()

@@ -1,0 +1,91 @@
+"""The slab pools of one tier: one pool per namespace and slot size, one budget for all.
+
+Invariants:
+  the pools' slabs together are the budget's used bytes, which never pass its limit
+  a pool without slabs and without a session is not kept
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from tierd.memory.slabs import ByteBudget, SlabBacking, SlabIds, SlabPool, SlotRef
+from tierd.types import Tier
+
+# A tier holds several pools (namespaces; the exact first blocks beside encoded ones), and
+# room passes from one to another a whole slab at a time: a slab is at most 1/16 of a tier.
+SLABS_PER_TIER_MIN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TierParts:
+    """What a tier is made of: who makes its slabs, how many bytes, how large a slab at most."""
+
+    backing: SlabBacking
+    budget_bytes: int
+    slab_bytes: int
+
+
+class TierPools:
+    """All slots of one tier."""
+
+    def __init__(self, tier: Tier, parts: TierParts, ids: SlabIds) -> None:
+        self.tier = tier
+        self.budget = ByteBudget(parts.budget_bytes)
+        self._backing = parts.backing
+        self._slab_bytes = min(parts.slab_bytes, parts.budget_bytes // SLABS_PER_TIER_MIN)
+        self._ids = ids
+        self._pools: dict[tuple[bytes, int], SlabPool] = {}
+
+    def __iter__(self) -> Iterator[SlabPool]:
+        return iter(self._pools.values())
+
+    def pool(self, namespace_digest: bytes, slot_bytes: int) -> SlabPool:
+        """Return the pool of these slots; made, still without slabs, where there is none."""
+        key = (namespace_digest, slot_bytes)
+        if key not in self._pools:
+            self._pools[key] = SlabPool(
+                self.tier,
+                slot_bytes,
+                namespace_digest,
+                self.budget,
+                max(self._slab_bytes, slot_bytes),
+                self._backing,
+                self._ids,
+            )
+        return self._pools[key]
+
+    def slots_max(self, slot_bytes: int) -> int:
+        """Return how many slots of this size the whole tier could hold."""
+        return self.budget.limit // slot_bytes
+
+    def make_available(self, pool: SlabPool, slots: int) -> bool:
+        """Say whether `pool` can reserve `slots`; takes empty slabs from others if it must."""
+        if pool.available_slots() >= slots:
+            return True
+        freed_bytes = sum(
+            other.release_empty_slabs() for other in self._pools.values() if other is not pool
+        )
+        return freed_bytes > 0 and pool.available_slots() >= slots
+
+    def reserve(self, pool: SlabPool, slots: int) -> list[SlotRef]:
+        """Reserve all `slots`, or none: then the list is empty."""
+        return pool.reserve(slots) if self.make_available(pool, slots) else []
+
+    def reclaim(self, safe_epoch: int) -> int:
+        """Free the slots retired before `safe_epoch`; return how many."""
+        return sum(pool.reclaim(safe_epoch) for pool in self._pools.values())
+
+    def trim(self, namespaces: Collection[bytes]) -> None:
+        """Give back the empty slabs, and the pools, of all but these namespaces."""
+        for key, pool in list(self._pools.items()):
+            if key[0] not in namespaces:
+                pool.release_empty_slabs()
+                if pool.capacity_bytes() == 0:
+                    del self._pools[key]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a pool is inconsistent or the budget does not add up."""
+        for pool in self._pools.values():
+            pool.check_integrity()
