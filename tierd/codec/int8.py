@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit  # type: ignore[attr-defined]
+from numba import njit
 
 from tierd.codec import vector as v
 from tierd.codec.elements import FLOAT32, Target, element_kind, inlined, inner, load, store

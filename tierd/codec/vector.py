@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types  # type: ignore[attr-defined]
+from llvmlite import ir
+from numba import types
 from numba.core import datamodel
 from numba.extending import intrinsic, models
 
@@ -26,14 +26,14 @@ _F32S, _F16S = ir.VectorType(_FLOAT, LANES), ir.VectorType(ir.HalfType(), LANES)
 _I8S, _I16S, _I32S = (ir.VectorType(ir.IntType(bits), LANES) for bits in (8, 16, 32))
 
 
-class Float32x16(types.Type):
+class Float32x16(types.Type):  # type: ignore[misc]
     """Numba's type of sixteen float32 lanes; it never leaves compiled code."""
 
     def __init__(self) -> None:
         super().__init__(name="Float32x16")
 
 
-class _Float32x16Model(models.PrimitiveModel):
+class _Float32x16Model(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, fe_type: Any) -> None:
         super().__init__(manager, fe_type, _F32S)
 
