@@ -1,0 +1,145 @@
+"""Slot header: 4 KiB that say which page a slot holds, and what its bytes must hash to.
+
+    offset  field
+    0       magic "TIERDSLT", u32 version, u32 reserved
+    16      store uuid (16)
+    32      u32 slab, u32 slot, u32 generation, u8 codec, u8 dtype, u16 reserved
+    48      u64 session, u32 layer, u32 block
+    64      namespace digest (16)
+    80      u64 logical bytes, u64 stored bytes
+    96      payload digest, xxh3-128 (16)
+    112     zeros to 4088
+    4088    u64 xxh3-64 of bytes 0 to 4088
+
+The checksum covers the padding too, so any flipped bit of the 4 KiB shows.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import xxhash
+
+from tierd.errors import PageDamaged
+from tierd.types import CodecId, DType
+from tierd.units import SECTOR_BYTES
+
+HEADER_BYTES = SECTOR_BYTES
+_MAGIC = b"TIERDSLT"
+_VERSION = 1
+_FIELDS = struct.Struct("<8sII16sIIIBBHQII16sQQ16s")
+_CHECKSUM_OFFSET = HEADER_BYTES - 8
+_PADDING = bytes(_CHECKSUM_OFFSET - _FIELDS.size)
+_DTYPES = {DType.FLOAT32: 1, DType.BFLOAT16: 2, DType.FLOAT16: 3}
+_CODECS = frozenset(int(codec) for codec in CodecId)
+_DTYPE_OF = {number: dtype for dtype, number in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHeader:
+    """What a slot's header says. `payload_digest` is over `stored_bytes` bytes."""
+
+    store_uuid: bytes
+    slab: int
+    slot: int
+    generation: int
+    codec: CodecId
+    dtype: DType
+    session: int
+    layer: int
+    block: int
+    namespace_digest: bytes
+    logical_bytes: int
+    stored_bytes: int
+    payload_digest: bytes
+
+    def pack(self) -> bytes:
+        """Return the 4 KiB."""
+        body = (
+            _FIELDS.pack(
+                _MAGIC, _VERSION, 0, self.store_uuid, self.slab, self.slot, self.generation,
+                self.codec, _DTYPES[self.dtype], 0, self.session, self.layer, self.block,
+                self.namespace_digest, self.logical_bytes, self.stored_bytes, self.payload_digest,
+            )
+            + _PADDING
+        )  # fmt: skip
+        return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+
+    def pack_into(self, buffer: memoryview) -> None:
+        """Write the 4 KiB to the start of `buffer`."""
+        buffer[:HEADER_BYTES] = self.pack()
+
+    @classmethod
+    def unpack(cls, buffer: memoryview | bytes) -> SlotHeader:
+        """Return the header at the start of `buffer`. Raises PageDamaged on any wrong bit."""
+        view = memoryview(buffer)[:HEADER_BYTES]
+        if len(view) < HEADER_BYTES:
+            raise _damaged("the header is cut short")
+        stored = int.from_bytes(view[_CHECKSUM_OFFSET:], "little")
+        if xxhash.xxh3_64_intdigest(view[:_CHECKSUM_OFFSET]) != stored:
+            raise _damaged("the header's checksum does not match")
+        (
+            magic, version, _, store_uuid, slab, slot, generation, codec, dtype, _, session,
+            layer, block, namespace_digest, logical_bytes, stored_bytes, payload_digest,
+        ) = _FIELDS.unpack_from(view)  # fmt: skip
+        if magic != _MAGIC or version != _VERSION:
+            raise _damaged(f"not a slot header of version {_VERSION}")
+        if dtype not in _DTYPE_OF or codec not in _CODECS:
+            raise _damaged(f"unknown codec {codec} or dtype {dtype}")
+        return cls(
+            store_uuid, slab, slot, generation, CodecId(codec), _DTYPE_OF[dtype], session, layer,
+            block, namespace_digest, logical_bytes, stored_bytes, payload_digest,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedSlot:
+    """Which page the reader believes a slot to hold."""
+
+    store_uuid: bytes
+    namespace_digest: bytes
+    session: int
+    layer: int
+    block: int
+    slab: int
+    slot: int
+    generation: int
+    codec: CodecId
+
+
+def verify_slot(buffer: memoryview, expected: ExpectedSlot) -> SlotHeader:
+    """Check a whole slot, header and payload digest. Raises PageDamaged with the reason."""
+    layer, block = expected.layer, expected.block
+    try:
+        header = SlotHeader.unpack(buffer)
+    except PageDamaged as error:
+        raise PageDamaged(
+            f"layer {layer} block {block}: {error}", layer=layer, block=block
+        ) from None
+    for name in ExpectedSlot.__slots__:
+        found, wanted = getattr(header, name), getattr(expected, name)
+        if found != wanted:
+            raise PageDamaged(
+                f"layer {layer} block {block}: the slot holds another page ({name} differs)",
+                layer=layer,
+                block=block,
+            )
+    if header.stored_bytes > len(buffer) - HEADER_BYTES:
+        raise PageDamaged(
+            f"layer {layer} block {block}: the slot is shorter than its page",
+            layer=layer,
+            block=block,
+        )
+    payload = buffer[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
+    if xxhash.xxh3_128_digest(payload) != header.payload_digest:
+        raise PageDamaged(
+            f"layer {layer} block {block}: the bytes do not match their digest",
+            layer=layer,
+            block=block,
+        )
+    return header
+
+
+def _damaged(reason: str) -> PageDamaged:
+    return PageDamaged(reason, layer=-1, block=-1)

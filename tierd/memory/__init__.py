@@ -1,0 +1,1 @@
+"""Shared memory: sealed memfds, slabs and their allocator, page table, epochs, fd passing."""

@@ -1,0 +1,175 @@
+"""Page table in shared memory: where each page of a session is, one 16-byte entry each.
+
+Invariants:
+  only the daemon writes; engines map it read-only (the memfd is sealed so)
+  an entry is valid if its check matches; a torn one is read again, never used
+  `version` rises after each batch of changes, `epoch` before slots are reused
+
+    0     magic "TIERDPT1", u32 format, u32 layers, u32 max_blocks, u32 0, u64 session
+    64    u64 epoch, the daemon's
+    128   u64 version
+    4096  entries [layers, max_blocks]: u64 word, u32 generation, u32 check
+          word = tier | codec << 4 | slab << 8 | slot << 32
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tierd.errors import InvalidArgument, LayoutMismatch, StaleGeneration
+from tierd.memory.memfd import Mapping, create_memfd, seal_future_write
+from tierd.types import Place
+from tierd.units import SECTOR_BYTES, round_up
+
+_MAGIC = b"TIERDPT1"
+_FORMAT = 1
+_HEADER = struct.Struct("<8sIIIIQ")
+_EPOCH_OFFSET, _VERSION_OFFSET = 64, 128
+_ENTRY = np.dtype([("word", "<u8"), ("generation", "<u4"), ("check", "<u4")])
+SLAB_MAX, SLOT_MAX = 2**24 - 1, 2**32 - 1
+# A write of one entry takes well under 1 us; a reader that met a torn entry this often is
+# not racing, it is reading garbage.
+_TORN_READS_MAX = 1000
+
+_MIX_A, _MIX_B = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
+
+
+def _check(
+    word: npt.NDArray[np.uint64], generation: npt.NDArray[np.uint32]
+) -> npt.NDArray[np.uint32]:
+    """Return the check of entries; that of the empty entry is 0. A multiply-xorshift mix."""
+    mixed = word * _MIX_A ^ generation.astype(np.uint64) * _MIX_B
+    mixed ^= mixed >> np.uint64(32)
+    return mixed.astype(np.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class PageTableView:
+    """A copy of entries, each valid in itself: arrays [layers, blocks]. Tier 0 is empty."""
+
+    tier: npt.NDArray[np.uint8]
+    codec: npt.NDArray[np.uint8]
+    slab: npt.NDArray[np.uint32]
+    slot: npt.NDArray[np.uint32]
+    generation: npt.NDArray[np.uint32]
+
+
+def table_bytes(layers: int, max_blocks: int) -> int:
+    """Return the size of a table's memfd."""
+    return SECTOR_BYTES + round_up(layers * max_blocks * _ENTRY.itemsize, SECTOR_BYTES)
+
+
+class PageTableWriter:
+    """The daemon's side. Owns the memfd and its mapping."""
+
+    def __init__(self, session_id: int, layers: int, max_blocks: int) -> None:
+        if layers < 1 or max_blocks < 1:
+            raise InvalidArgument(f"page table of {layers} layers, {max_blocks} blocks")
+        size = table_bytes(layers, max_blocks)
+        self.session, self.layers, self.max_blocks = session_id, layers, max_blocks
+        self.fd = create_memfd("tierd-page-table", size, others_read_only=True)
+        self._mapping = Mapping(self.fd, size, writable=True)
+        seal_future_write(self.fd)
+        buffer = self._mapping.buffer
+        _HEADER.pack_into(buffer, 0, _MAGIC, _FORMAT, layers, max_blocks, 0, session_id)
+        self._array = np.frombuffer(buffer, np.uint8)
+        self._entries = _entries(self._array, layers, max_blocks)
+        self._epoch = self._array[_EPOCH_OFFSET : _EPOCH_OFFSET + 8].view("<u8")
+        self._version = self._array[_VERSION_OFFSET : _VERSION_OFFSET + 8].view("<u8")
+        self._closed = False
+
+    def publish(self, layer: int, block: int, place: Place) -> None:
+        """Make one page findable. Call it last: its bytes must be whole by now."""
+        assert 0 < place.slab <= SLAB_MAX and 0 <= place.slot <= SLOT_MAX, place
+        word = int(place.tier) | int(place.codec) << 4 | place.slab << 8 | place.slot << 32
+        self._write(layer, block, word, place.generation)
+
+    def unpublish(self, layer: int, block: int) -> None:
+        """Make one page unfindable. Its slot may be reused only after epochs have passed."""
+        self._write(layer, block, 0, 0)
+
+    def _write(self, layer: int, block: int, word: int, generation: int) -> None:
+        words = np.array([word], np.uint64)
+        check = _check(words, np.array([generation], np.uint32))[0]
+        self._entries[layer, block] = (word, generation, check)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Show the daemon's epoch to the engine."""
+        self._epoch[0] = epoch
+
+    def bump_version(self) -> None:
+        """Say that a batch of changes is complete."""
+        self._version[0] += np.uint64(1)
+
+    def close(self) -> None:
+        """Close the memfd; engines that still map it keep their mapping. Idempotent."""
+        if self._closed:
+            return
+        import os
+
+        self._closed = True
+        del self._entries, self._epoch, self._version, self._array
+        self._mapping.close()
+        os.close(self.fd)
+
+
+class PageTableReader:
+    """The engine's side. Maps `fd` read-only; does not own the fd."""
+
+    def __init__(self, fd: int) -> None:
+        with Mapping(fd, SECTOR_BYTES, writable=False) as head:
+            fields = _HEADER.unpack_from(head.buffer, 0)
+        magic, version, self.layers, self.max_blocks, _, self.session = fields
+        if magic != _MAGIC or version != _FORMAT:
+            raise LayoutMismatch("not a page table of this version")
+        size = table_bytes(self.layers, self.max_blocks)
+        self._mapping = Mapping(fd, size, writable=False)
+        array = np.frombuffer(self._mapping.buffer, np.uint8)
+        self._entries = _entries(array, self.layers, self.max_blocks)
+        self._epoch = array[_EPOCH_OFFSET : _EPOCH_OFFSET + 8].view("<u8")
+        self._version = array[_VERSION_OFFSET : _VERSION_OFFSET + 8].view("<u8")
+
+    def version(self) -> int:
+        """Return the number of completed batches of changes."""
+        return int(self._version[0])
+
+    def epoch(self) -> int:
+        """Return the daemon's epoch."""
+        return int(self._epoch[0])
+
+    def read(self, blocks: int) -> PageTableView:
+        """Return a copy of the first `blocks` columns. Raises StaleGeneration if one stays torn."""
+        source = self._entries[:, :blocks]
+        copy = source.copy()
+        for _ in range(_TORN_READS_MAX):
+            torn = _check(copy["word"], copy["generation"]) != copy["check"]
+            if not torn.any():
+                return _unpack(copy)
+            copy[torn] = source[torn]
+        raise StaleGeneration("page table: an entry stayed torn; the daemon died while writing it")
+
+    def close(self) -> None:
+        """Unmap. Idempotent."""
+        for name in ("_entries", "_epoch", "_version"):
+            self.__dict__.pop(name, None)
+        self._mapping.close()
+
+
+def _entries(array: npt.NDArray[np.uint8], layers: int, max_blocks: int) -> npt.NDArray[np.void]:
+    end = SECTOR_BYTES + layers * max_blocks * _ENTRY.itemsize
+    return array[SECTOR_BYTES:end].view(_ENTRY).reshape(layers, max_blocks)
+
+
+def _unpack(entries: npt.NDArray[np.void]) -> PageTableView:
+    word = entries["word"]
+    return PageTableView(
+        tier=(word & np.uint64(0xF)).astype(np.uint8),
+        codec=(word >> np.uint64(4) & np.uint64(0xF)).astype(np.uint8),
+        slab=(word >> np.uint64(8) & np.uint64(SLAB_MAX)).astype(np.uint32),
+        slot=(word >> np.uint64(32)).astype(np.uint32),
+        generation=entries["generation"].copy(),
+    )

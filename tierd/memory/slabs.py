@@ -1,0 +1,295 @@
+"""Slabs and their allocator: equal slots, one life cycle, the same for warm and cold.
+
+    free --reserve--> reserved --commit--> resident --retire--> retired --reclaim--> free
+                         \\--abort--> free
+
+Invariants, for each slab:
+  free + reserved + resident + retired == slots
+  a generation never falls, and rises at each reserve
+  the slabs of all pools of a tier together are the budget's used bytes
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tierd.errors import TierdError
+from tierd.memory.memfd import Mapping, create_memfd
+from tierd.types import Tier
+
+FREE, RESERVED, RESIDENT, RETIRED = 0, 1, 2, 3
+SLAB_ID_MAX = 2**24 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRef:
+    """One slot at one generation: a stale one is refused by every verb."""
+
+    slab: int
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCounts:
+    """Slots of a pool by state."""
+
+    free: int
+    reserved: int
+    resident: int
+    retired: int
+
+
+class SlabBacking(Protocol):
+    """Where a slab's bytes are: memfds, or files of a disk."""
+
+    def create(self, slab_id: int, size_bytes: int) -> None:
+        """Make a slab, its bytes really there. Raises TierFull or StorageError."""
+
+    def destroy(self, slab_id: int) -> None:
+        """Give a slab's bytes back."""
+
+    def fd(self, slab_id: int) -> int:
+        """Return the fd to pass to an engine; it stays the backing's."""
+
+
+class ByteBudget:
+    """Bytes that all pools of a tier may use together."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit = limit_bytes
+        self.used = 0
+        self.peak = 0
+
+    @property
+    def remaining(self) -> int:
+        """Bytes that can still be taken."""
+        return self.limit - self.used
+
+    def take(self, size_bytes: int) -> None:
+        """Take bytes. The caller has looked at `remaining`."""
+        assert 0 <= size_bytes <= self.remaining, f"{size_bytes=} {self.remaining=}"
+        self.used += size_bytes
+        self.peak = max(self.peak, self.used)
+
+    def give(self, size_bytes: int) -> None:
+        """Give bytes back."""
+        assert 0 <= size_bytes <= self.used, f"{size_bytes=} {self.used=}"
+        self.used -= size_bytes
+
+
+class SlabIds:
+    """Slab ids, unique over both tiers and never used again while the daemon lives."""
+
+    def __init__(self) -> None:
+        self._next = 1
+
+    def take(self) -> int:
+        """Return a fresh id."""
+        assert self._next <= SLAB_ID_MAX, "slab ids are used up"
+        self._next += 1
+        return self._next - 1
+
+
+class MemfdBacking:
+    """Warm slabs: a sealed memfd and a writable mapping each."""
+
+    def __init__(self) -> None:
+        self._fds: dict[int, int] = {}
+        self._mappings: dict[int, Mapping] = {}
+
+    def create(self, slab_id: int, size_bytes: int) -> None:
+        """Make a slab. Raises TierFull when the host has no memory for it."""
+        fd = create_memfd(f"tierd-slab-{slab_id}", size_bytes)
+        try:
+            self._mappings[slab_id] = Mapping(fd, size_bytes, writable=True)
+        except TierdError:
+            os.close(fd)
+            raise
+        self._fds[slab_id] = fd
+
+    def destroy(self, slab_id: int) -> None:
+        """Unmap and close; the memory is free once no engine maps it."""
+        self._mappings.pop(slab_id).close()
+        os.close(self._fds.pop(slab_id))
+
+    def fd(self, slab_id: int) -> int:
+        """Return the memfd."""
+        return self._fds[slab_id]
+
+    def mapping(self, slab_id: int) -> Mapping:
+        """Return the mapping, valid until `destroy`."""
+        return self._mappings[slab_id]
+
+    def close(self) -> None:
+        """Destroy every slab. Idempotent."""
+        for slab_id in list(self._fds):
+            self.destroy(slab_id)
+
+
+@dataclass(slots=True)
+class _Slab:
+    """States and generations of one slab's slots. `free_count` and `hint` make reserve fast."""
+
+    states: npt.NDArray[np.uint8]
+    generations: npt.NDArray[np.uint32]
+    free_count: int
+    retired: deque[tuple[int, int]] = field(default_factory=deque)
+
+
+class SlabPool:
+    """Slots of one size in one namespace and tier. Adds slabs while the budget allows."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        slot_bytes: int,
+        namespace_digest: bytes,
+        budget: ByteBudget,
+        slab_bytes: int,
+        backing: SlabBacking,
+        ids: SlabIds,
+    ) -> None:
+        assert slab_bytes >= slot_bytes, f"{slab_bytes=} {slot_bytes=}"
+        self.tier = tier
+        self.slot_bytes = slot_bytes
+        self.namespace_digest = namespace_digest
+        self._budget = budget
+        self._slots_per_slab = slab_bytes // slot_bytes
+        self._backing = backing
+        self._ids = ids
+        self._slabs: dict[int, _Slab] = {}
+
+    # -- what there is --------------------------------------------------------
+
+    def slabs(self) -> dict[int, int]:
+        """Return slots by slab id."""
+        return {slab_id: len(slab.states) for slab_id, slab in self._slabs.items()}
+
+    def capacity_slots(self) -> int:
+        """Return the slots of the slabs that are there."""
+        return sum(len(slab.states) for slab in self._slabs.values())
+
+    def capacity_bytes(self) -> int:
+        """Return the bytes of the slabs that are there."""
+        return self.capacity_slots() * self.slot_bytes
+
+    def available_slots(self) -> int:
+        """Return how many slots `reserve` could hand out: free ones and ones to be added."""
+        return self._free_slots() + self._budget.remaining // self.slot_bytes
+
+    def _free_slots(self) -> int:
+        return sum(slab.free_count for slab in self._slabs.values())
+
+    def counts(self) -> SlotCounts:
+        """Return the slots by state."""
+        totals = np.zeros(4, dtype=np.int64)
+        for slab in self._slabs.values():
+            totals += np.bincount(slab.states, minlength=4)
+        return SlotCounts(*(int(total) for total in totals))
+
+    # -- life cycle -----------------------------------------------------------
+
+    def reserve(self, count: int) -> list[SlotRef]:
+        """Reserve `count` slots, lowest slab first and contiguous where it can; all or none.
+
+        Returns [] when there is no room. Raises TierFull or StorageError when a
+        slab that the budget allows cannot be made; nothing is then reserved.
+        """
+        if count <= 0 or self.available_slots() < count:
+            return []
+        while self._free_slots() < count:
+            self._add_slab()
+        taken: list[SlotRef] = []
+        for slab_id, slab in self._slabs.items():
+            if len(taken) == count:
+                break
+            if slab.free_count:
+                taken.extend(self._take(slab_id, slab, count - len(taken)))
+        return taken
+
+    def _take(self, slab_id: int, slab: _Slab, count: int) -> list[SlotRef]:
+        slots = np.flatnonzero(slab.states == FREE)[:count]
+        slab.states[slots] = RESERVED
+        slab.generations[slots] += 1
+        slab.free_count -= len(slots)
+        generations = slab.generations[slots].tolist()
+        return [
+            SlotRef(slab_id, slot, generation)
+            for slot, generation in zip(slots.tolist(), generations, strict=True)
+        ]
+
+    def _add_slab(self) -> None:
+        slots = min(self._slots_per_slab, self._budget.remaining // self.slot_bytes)
+        size_bytes = slots * self.slot_bytes
+        slab_id = self._ids.take()
+        self._backing.create(slab_id, size_bytes)
+        self._budget.take(size_bytes)
+        self._slabs[slab_id] = _Slab(
+            np.zeros(slots, np.uint8), np.zeros(slots, np.uint32), free_count=slots
+        )
+
+    def commit(self, slot: SlotRef) -> None:
+        """A reserved slot's page is whole."""
+        self._move(slot, RESERVED, RESIDENT)
+
+    def abort(self, slot: SlotRef) -> None:
+        """A reserved slot is not wanted after all."""
+        self._move(slot, RESERVED, FREE)
+        self._slabs[slot.slab].free_count += 1
+
+    def retire(self, slot: SlotRef, epoch: int) -> None:
+        """A resident slot's page is unpublished at `epoch`. Epochs must not fall."""
+        self._move(slot, RESIDENT, RETIRED)
+        self._slabs[slot.slab].retired.append((epoch, slot.slot))
+
+    def _move(self, slot: SlotRef, before: int, after: int) -> None:
+        slab = self._slabs[slot.slab]
+        state, generation = slab.states[slot.slot], slab.generations[slot.slot]
+        assert state == before, f"{slot} is in state {state}, not {before}"
+        assert generation == slot.generation, f"{slot} is at generation {generation}"
+        slab.states[slot.slot] = after
+
+    def reclaim(self, safe_epoch: int) -> int:
+        """Free the slots retired before `safe_epoch`; return how many."""
+        freed = 0
+        for slab in self._slabs.values():
+            while slab.retired and slab.retired[0][0] < safe_epoch:
+                _, slot = slab.retired.popleft()
+                slab.states[slot] = FREE
+                slab.free_count += 1
+                freed += 1
+        return freed
+
+    def release_empty_slabs(self) -> int:
+        """Give slabs back of which every slot is free; return their bytes."""
+        empty = [key for key, slab in self._slabs.items() if slab.free_count == len(slab.states)]
+        return sum(self._release(slab_id) for slab_id in empty)
+
+    def _release(self, slab_id: int) -> int:
+        size_bytes = len(self._slabs.pop(slab_id).states) * self.slot_bytes
+        self._backing.destroy(slab_id)
+        self._budget.give(size_bytes)
+        return size_bytes
+
+    def states(self, slab_id: int) -> Sequence[int]:
+        """Return the state of each slot of a slab (for checks across parts)."""
+        return self._slabs[slab_id].states.tolist()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every slot is in exactly one state and counted so."""
+        for slab_id, slab in self._slabs.items():
+            free, reserved, resident, retired = np.bincount(slab.states, minlength=4).tolist()
+            total = len(slab.states)
+            assert free + reserved + resident + retired == total, f"{slab_id=} {total=}"
+            assert free == slab.free_count, f"{slab_id=} {free=} {slab.free_count=}"
+            assert retired == len(slab.retired), f"{slab_id=} {retired=} {len(slab.retired)=}"
+        assert self._budget.used <= self._budget.limit, f"{self._budget.used=}"
+        assert self.capacity_bytes() <= self._budget.used, f"{self.capacity_bytes()=}"
