@@ -93,51 +93,37 @@ class SlotHeader:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedSlot:
-    """Which page the reader believes a slot to hold."""
-
-    store_uuid: bytes
-    namespace_digest: bytes
-    session: int
-    layer: int
-    block: int
-    slab: int
-    slot: int
-    generation: int
-    codec: CodecId
+_IDENTITY = (
+    "store_uuid", "namespace_digest", "session", "layer", "block", "slab", "slot", "generation",
+    "codec", "dtype", "stored_bytes",
+)  # fmt: skip
 
 
-def verify_slot(buffer: memoryview, expected: ExpectedSlot) -> SlotHeader:
-    """Check a whole slot, header and payload digest. Raises PageDamaged with the reason."""
+def verify_slot(buffer: memoryview, expected: SlotHeader) -> SlotHeader:
+    """Check a whole slot: header, identity, and the payload against its digest.
+
+    `expected.payload_digest` b"" means that the reader does not know it (an
+    engine reads places, not digests). Raises PageDamaged with the reason.
+    """
     layer, block = expected.layer, expected.block
+
+    def damaged(reason: str) -> PageDamaged:
+        return PageDamaged(f"layer {layer} block {block}: {reason}", layer=layer, block=block)
+
     try:
         header = SlotHeader.unpack(buffer)
     except PageDamaged as error:
-        raise PageDamaged(
-            f"layer {layer} block {block}: {error}", layer=layer, block=block
-        ) from None
-    for name in ExpectedSlot.__slots__:
-        found, wanted = getattr(header, name), getattr(expected, name)
-        if found != wanted:
-            raise PageDamaged(
-                f"layer {layer} block {block}: the slot holds another page ({name} differs)",
-                layer=layer,
-                block=block,
-            )
-    if header.stored_bytes > len(buffer) - HEADER_BYTES:
-        raise PageDamaged(
-            f"layer {layer} block {block}: the slot is shorter than its page",
-            layer=layer,
-            block=block,
-        )
+        raise damaged(str(error)) from None
+    for name in _IDENTITY:
+        if getattr(header, name) != getattr(expected, name):
+            raise damaged(f"the slot holds another page ({name} differs)")
+    if expected.payload_digest and header.payload_digest != expected.payload_digest:
+        raise damaged("the slot holds an older write of this page")
     payload = buffer[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
+    if len(payload) < header.stored_bytes:
+        raise damaged("the slot is shorter than its page")
     if xxhash.xxh3_128_digest(payload) != header.payload_digest:
-        raise PageDamaged(
-            f"layer {layer} block {block}: the bytes do not match their digest",
-            layer=layer,
-            block=block,
-        )
+        raise damaged("the bytes do not match their digest")
     return header
 
 

@@ -7,6 +7,8 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tierd.disk.ports import DiskPort
 from tierd.errors import NotFound
 
@@ -31,13 +33,15 @@ class SlabFiles:
         """Return an fd for reading, the disk's own; -1 if it has none."""
         return self.disk.reader_fd(self._handle(slab_id))
 
-    def read_slot(self, slab_id: int, slot: int, into: memoryview) -> None:
-        """Read a whole slot of len(into) bytes. Raises StorageError."""
-        self.disk.read_into(self._handle(slab_id), slot * len(into), into)
+    def read_slot(self, slab_id: int, slot: int, slot_bytes: int, into: memoryview) -> None:
+        """Read the first len(into) bytes of a slot. Raises StorageError."""
+        self.disk.read_into(self._handle(slab_id), slot * slot_bytes, into)
 
-    def write_slot(self, slab_id: int, slot: int, data: memoryview) -> None:
-        """Write a whole slot of len(data) bytes. Raises StorageFull, StorageError."""
-        self.disk.write(self._handle(slab_id), slot * len(data), [data])
+    def write_slot(
+        self, slab_id: int, slot: int, slot_bytes: int, buffers: Sequence[memoryview]
+    ) -> None:
+        """Write buffers of slot_bytes together as one slot. Raises StorageFull, StorageError."""
+        self.disk.write(self._handle(slab_id), slot * slot_bytes, buffers)
 
     def _handle(self, slab_id: int) -> int:
         if slab_id not in self._handles:

@@ -64,25 +64,25 @@ class ByteBudget:
     """Bytes that all pools of a tier may use together."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self.limit = limit_bytes
-        self.used = 0
-        self.peak = 0
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self.peak_bytes = 0
 
     @property
-    def remaining(self) -> int:
+    def remaining_bytes(self) -> int:
         """Bytes that can still be taken."""
-        return self.limit - self.used
+        return self.limit_bytes - self.used_bytes
 
     def take(self, size_bytes: int) -> None:
-        """Take bytes. The caller has looked at `remaining`."""
-        assert 0 <= size_bytes <= self.remaining, f"{size_bytes=} {self.remaining=}"
-        self.used += size_bytes
-        self.peak = max(self.peak, self.used)
+        """Take bytes. The caller has looked at `remaining_bytes`."""
+        assert 0 <= size_bytes <= self.remaining_bytes, f"{size_bytes=} {self.remaining_bytes=}"
+        self.used_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def give(self, size_bytes: int) -> None:
         """Give bytes back."""
-        assert 0 <= size_bytes <= self.used, f"{size_bytes=} {self.used=}"
-        self.used -= size_bytes
+        assert 0 <= size_bytes <= self.used_bytes, f"{size_bytes=} {self.used_bytes=}"
+        self.used_bytes -= size_bytes
 
 
 class SlabIds:
@@ -183,7 +183,7 @@ class SlabPool:
 
     def available_slots(self) -> int:
         """Return how many slots `reserve` could hand out: free ones and ones to be added."""
-        return self._free_slots() + self._budget.remaining // self.slot_bytes
+        return self._free_slots() + self._budget.remaining_bytes // self.slot_bytes
 
     def _free_slots(self) -> int:
         return sum(slab.free_count for slab in self._slabs.values())
@@ -227,7 +227,7 @@ class SlabPool:
         ]
 
     def _add_slab(self) -> None:
-        slots = min(self._slots_per_slab, self._budget.remaining // self.slot_bytes)
+        slots = min(self._slots_per_slab, self._budget.remaining_bytes // self.slot_bytes)
         size_bytes = slots * self.slot_bytes
         slab_id = self._ids.take()
         self._backing.create(slab_id, size_bytes)
@@ -281,7 +281,7 @@ class SlabPool:
 
     def states(self, slab_id: int) -> Sequence[int]:
         """Return the state of each slot of a slab (for checks across parts)."""
-        return self._slabs[slab_id].states.tolist()
+        return [int(state) for state in self._slabs[slab_id].states]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot is in exactly one state and counted so."""
@@ -291,5 +291,5 @@ class SlabPool:
             assert free + reserved + resident + retired == total, f"{slab_id=} {total=}"
             assert free == slab.free_count, f"{slab_id=} {free=} {slab.free_count=}"
             assert retired == len(slab.retired), f"{slab_id=} {retired=} {len(slab.retired)=}"
-        assert self._budget.used <= self._budget.limit, f"{self._budget.used=}"
-        assert self.capacity_bytes() <= self._budget.used, f"{self.capacity_bytes()=}"
+        used, limit = self._budget.used_bytes, self._budget.limit_bytes
+        assert self.capacity_bytes() <= used <= limit, f"{self.capacity_bytes()=} {used=} {limit=}"
