@@ -17,7 +17,16 @@ import numpy.typing as npt
 from numba import njit
 
 from tierd.codec import vector as v
-from tierd.codec.elements import FLOAT32, Target, element_kind, inlined, inner, load, store
+from tierd.codec.elements import (
+    FLOAT32,
+    Target,
+    element_kind,
+    inlined,
+    inner,
+    load,
+    store,
+    store_all,
+)
 from tierd.codec.intrinsics import as_array
 from tierd.codec.layout import PageLayout
 from tierd.codec.reference import (
@@ -159,17 +168,8 @@ def _encode_span(
 
 @inner
 def _encode_keys(hot: Any, out: Any, group: Any, s: Any, error_slack: Any, w: Any) -> Any:
-    bits = _fill_tile(hot + s.hot_keys, group, s, False, w)
     row_bytes = 4 * s.padded
-    for c in range(0, row_bytes, 64):
-        low = v.load_f32(w.tile + c)
-        high = low
-        for t in range(1, s.group):
-            x = v.load_f32(w.tile + t * row_bytes + c)
-            low, high = v.lesser(x, low), v.greater(x, high)
-        v.store_f32(w.low + c, low)
-        v.store_f32(w.high + c, high)
-    bits |= _choose_scales(s.padded, w)
+    bits = _read_keys(hot + s.hot_keys, group, s, w) | _choose_scales(s.padded, w)
     v.copy_bytes(out + s.key_zero + 2 * group * s.d, w.zero_half, 2 * s.d)
     v.copy_bytes(out + s.key_scale + 2 * group * s.d, w.scale_half, 2 * s.d)
     magic = v.splat(_ROUND)
@@ -192,17 +192,8 @@ def _encode_keys(hot: Any, out: Any, group: Any, s: Any, error_slack: Any, w: An
 
 @inner
 def _encode_values(hot: Any, out: Any, group: Any, s: Any, w: Any) -> Any:
-    bits = _fill_tile(hot + s.hot_values, group, s, True, w)
     row_bytes = 4 * s.padded
-    for t in range(s.group):
-        low = v.load_f32(w.tile + t * row_bytes)
-        high = low
-        for c in range(64, row_bytes, 64):
-            x = v.load_f32(w.tile + t * row_bytes + c)
-            low, high = v.lesser(x, low), v.greater(x, high)
-        v.write_f32(w.low + 4 * t, v.fold_min(low))
-        v.write_f32(w.high + 4 * t, v.fold_max(high))
-    bits |= _choose_scales(s.group, w)
+    bits = _read_values(hot + s.hot_values, group, s, w) | _choose_scales(s.group, w)
     v.copy_bytes(out + s.value_zero + 2 * group * s.group, w.zero_half, 2 * s.group)
     v.copy_bytes(out + s.value_scale + 2 * group * s.group, w.scale_half, 2 * s.group)
     magic = v.splat(_ROUND)
@@ -224,12 +215,32 @@ def _encode_values(hot: Any, out: Any, group: Any, s: Any, w: Any) -> Any:
 
 
 @inner
-def _fill_tile(part: Any, group: Any, s: Any, repeat_first: Any, w: Any) -> Any:
-    """Widen a group's rows into the tile; pad with 0, or with the row's first element."""
-    item = 4 if s.kind == FLOAT32 else 2
-    whole = s.d // 16 * 16
+def _read_keys(part: Any, group: Any, s: Any, w: Any) -> Any:
+    """Widen a group into the tile, padded with 0; find each channel's low and high."""
+    row_bytes = s.d * _item(s.kind)
+    first = part + group * s.group * row_bytes
     zero = v.splat(_ZERO)
     check = zero
+    for c in range(0, s.padded, 16):
+        low = _widened(first, c, zero, s, w)
+        high = low
+        for t in range(s.group):
+            x = _widened(first + t * row_bytes, c, zero, s, w)
+            low, high = v.lesser(x, low), v.greater(x, high)
+            check = v.add(check, v.mul(x, zero))
+            v.store_f32(w.tile + 4 * (t * s.padded + c), x)
+        v.store_f32(w.low + 4 * c, low)
+        v.store_f32(w.high + 4 * c, high)
+    return _flags(check)
+
+
+@inner
+def _read_values(part: Any, group: Any, s: Any, w: Any) -> Any:
+    """Widen a group into the tile, padded with its own element; find each token's low and high."""
+    item = _item(s.kind)
+    zero = v.splat(_ZERO)
+    check = zero
+    whole = s.d // 16 * 16
     for t in range(s.group):
         row = part + (group * s.group + t) * s.d * item
         tile = w.tile + 4 * t * s.padded
@@ -238,14 +249,44 @@ def _fill_tile(part: Any, group: Any, s: Any, repeat_first: Any, w: Any) -> Any:
             check = v.add(check, v.mul(x, zero))
             v.store_f32(tile + 4 * c, x)
         if whole < s.d:
-            v.zero_bytes(w.spare, 64)
-            v.copy_bytes(w.spare, row + whole * item, (s.d - whole) * item)
-            x = load(w.spare, s.kind)
+            x = _widened(row, whole, _first_element(row, s, w), s, w)
             check = v.add(check, v.mul(x, zero))
             v.store_f32(tile + 4 * whole, x)
-            if repeat_first:
-                for c in range(s.d, s.padded):
-                    v.write_f32(tile + 4 * c, v.read_f32(tile))
+    for t in range(s.group):
+        low = v.load_f32(w.tile + 4 * t * s.padded)
+        high = low
+        for c in range(16, s.padded, 16):
+            x = v.load_f32(w.tile + 4 * (t * s.padded + c))
+            low, high = v.lesser(x, low), v.greater(x, high)
+        v.write_f32(w.low + 4 * t, v.fold_min(low))
+        v.write_f32(w.high + 4 * t, v.fold_max(high))
+    return _flags(check)
+
+
+@inlined
+def _widened(row: Any, c: Any, pad: Any, s: Any, w: Any) -> Any:
+    """Elements c.. of a row as lanes; past the row's end, `pad`."""
+    if c + 16 <= s.d:
+        return load(row + c * _item(s.kind), s.kind)
+    store_all(w.spare, pad, s.kind)
+    v.copy_bytes(w.spare, row + c * _item(s.kind), (s.d - c) * _item(s.kind))
+    return load(w.spare, s.kind)
+
+
+@inlined
+def _first_element(row: Any, s: Any, w: Any) -> Any:
+    v.copy_bytes(w.spare, row, _item(s.kind))
+    v.store_f32(w.error, load(w.spare, s.kind))
+    return v.splat(v.read_f32(w.error))
+
+
+@inlined
+def _item(kind: Any) -> Any:
+    return 4 if kind == FLOAT32 else 2
+
+
+@inlined
+def _flags(check: Any) -> Any:
     # NaN and infinity times 0 are NaN, and stay NaN in the sum.
     return 0 if v.fold_sum(check) == _ZERO else _NOT_FINITE
 
@@ -257,7 +298,7 @@ def _prefetch_next(part: Any, codes: Any, group: Any, t: Any, s: Any) -> None:
     Groups are too short for the processor to see the pattern: without this a
     core waits for RAM a third of the time. Past the page's end it does no harm.
     """
-    row_bytes = s.d * (4 if s.kind == FLOAT32 else 2)
+    row_bytes = s.d * _item(s.kind)
     row = (group + 1) * s.group + t
     for line in range(0, row_bytes, CACHE_LINE_BYTES):
         v.prefetch_read(part + row * row_bytes + line)
@@ -328,7 +369,7 @@ def _zero_gaps(out: Any, s: Any) -> None:
 @njit(nogil=True)
 def _decode_span(source: Any, first: Any, end: Any, s: Any, target: Any, w: Any) -> None:
     sources = as_array(source, end, np.int64)
-    row_bytes = s.d * (4 if target.kind == FLOAT32 else 2)
+    row_bytes = s.d * _item(target.kind)
     for task in range(first, end):
         page, head = task // s.heads, task % s.heads
         payload = sources[page] + head * s.head_bytes

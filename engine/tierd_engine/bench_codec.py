@@ -1,0 +1,127 @@
+"""Codec throughput beside this machine's memory copy and plain PyTorch, in one run, alternating.
+
+Figures are GB/s of hot (bfloat16) bytes, whichever way they go; the limit is
+the faster of two copies of the same bytes: PyTorch's, and memcpy page by page
+(encode raw). Data is synthetic: right for throughput only.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierd.codec import PageLayout, decode_pages, digest_pages, encode_pages, page_layout
+from tierd.types import CodecId, DType, Geometry
+from tierd_engine.bench.machine import describe_machine
+
+ENCODE_RATIO_MIN = 0.5  # the bar: encode int8 at half the speed of a copy
+
+_GEOMETRY = Geometry(layers=30, kv_heads=3, head_dim=64, dtype=DType.BFLOAT16, block_tokens=256)
+_PAGES = 1200  # 236 MB: several times any last-level cache
+_TORCH_PAGES = 120
+_ROUNDS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class CodecRow:
+    """One measured figure; `ratio` is to the copy of the same run."""
+
+    name: str
+    bytes_per_second: float
+    limit_bytes_per_second: float
+
+    @property
+    def ratio(self) -> float:
+        """Achieved ÷ limit."""
+        return self.bytes_per_second / self.limit_bytes_per_second
+
+
+class _Buffer:
+    """`count` pages side by side in one allocation, 64-byte aligned."""
+
+    def __init__(self, count: int, layout: PageLayout) -> None:
+        self.tensor = torch.zeros(count * layout.payload_bytes, dtype=torch.uint8)
+        pages = np.arange(count, dtype=np.int64)
+        self.addresses: npt.NDArray[np.int64] = (
+            self.tensor.data_ptr() + pages * layout.payload_bytes
+        )
+
+
+def benchmark_codec() -> list[CodecRow]:
+    """Measure encode, decode and digest; print each with limit and ratio; return the rows."""
+    raw, int8 = (page_layout(_GEOMETRY, codec) for codec in (CodecId.RAW, CodecId.INT8))
+    hot, copy = _Buffer(_PAGES, raw), _Buffer(_PAGES, raw)
+    encoded = _Buffer(_PAGES, int8)
+    hot.tensor.view(torch.bfloat16).normal_()
+    shape = (_GEOMETRY.kv_heads, _PAGES * _GEOMETRY.block_tokens, _GEOMETRY.head_dim)
+    keys, values = np.zeros(shape, np.uint16), np.zeros(shape, np.uint16)
+    actions: dict[str, Callable[[], object]] = {
+        "copy, torch": lambda: copy.tensor.copy_(hot.tensor),
+        "encode int8": lambda: encode_pages(hot.addresses, encoded.addresses, int8),
+        "encode int8, 1 thread": lambda: encode_pages(
+            hot.addresses, encoded.addresses, int8, threads=1
+        ),
+        "copy, encode raw": lambda: encode_pages(hot.addresses, copy.addresses, raw),
+        "decode int8": lambda: decode_pages(encoded.addresses, int8, keys, values),
+        "digest int8": lambda: digest_pages(encoded.addresses, int8.payload_bytes),
+        "encode int8, plain torch": lambda: _encode_with_torch(hot.tensor, raw),
+    }
+    compile_seconds = sum(
+        _seconds(actions[name]) for name in ("encode int8", "copy, encode raw", "decode int8")
+    )
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for _ in range(_ROUNDS):
+        for name, action in actions.items():
+            times[name].append(_seconds(action))
+    rows = _rows(times, hot.tensor.numel())
+    _print(rows, compile_seconds)
+    return rows
+
+
+def _rows(times: dict[str, list[float]], hot_bytes: int) -> list[CodecRow]:
+    copies = (seconds for name, seconds in times.items() if name.startswith("copy"))
+    limit = hot_bytes / min(statistics.median(seconds) for seconds in copies)
+    rows = []
+    for name, seconds in times.items():
+        share = _TORCH_PAGES / _PAGES if name.endswith("torch") else 1.0
+        rows.append(CodecRow(name, share * hot_bytes / statistics.median(seconds), limit))
+    return rows
+
+
+def _print(rows: list[CodecRow], first_call_seconds: float) -> None:
+    write = sys.stdout.write
+    write(f"codec: {describe_machine()}\n")
+    write(f"{'GB/s of bfloat16':<26}{'figure':>8}{'limit':>8}{'ratio':>8}\n")
+    for row in rows:
+        figure, limit = row.bytes_per_second / 1e9, row.limit_bytes_per_second / 1e9
+        bar = f"  bar {ENCODE_RATIO_MIN}" if row.name == "encode int8" else ""
+        write(f"{row.name:<26}{figure:>8.2f}{limit:>8.2f}{row.ratio:>8.2f}{bar}\n")
+    write(f"first calls, kernels compiled: {first_call_seconds:.1f} s\n")
+
+
+def _encode_with_torch(hot: torch.Tensor, raw: PageLayout) -> list[torch.Tensor]:
+    """The same codes and scales (less key_error) with PyTorch's own operators, batched."""
+    part = (-1, 2, raw.block_tokens, raw.head_dim)
+    pages = hot[: _TORCH_PAGES * raw.payload_bytes].view(torch.bfloat16).view(part).float()
+    keys = pages[:, 0].reshape(len(pages), -1, raw.group_tokens, raw.head_dim)
+    out = []
+    for x, axis in ((keys, 2), (pages[:, 1], 2)):
+        zero = x.amin(axis, keepdim=True).half()
+        scale = ((x.amax(axis, keepdim=True) - zero.float()) / 255).half()
+        codes = ((x - zero.float()) / scale.float()).round().clamp(0, 255).to(torch.uint8)
+        out += [zero, scale, codes]
+    out[2] = out[2].transpose(2, 3).contiguous()
+    return out
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
