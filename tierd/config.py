@@ -73,7 +73,7 @@ class ColdSettings:
     folder: str = _option("", str, "folder of the cold tier")
     cap_bytes: int = _option(0, parse_size, "most bytes on disk; 0: 90 % of what is free")
     slab_bytes: int = _option(256 * MIB, parse_size, "largest slab file")
-    ephemeral: bool = _option(False, _flag, "unlink slab files at once: nothing outlives the daemon")
+    ephemeral: bool = _option(False, _flag, "unlink slab files at once, so that none outlives us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +199,10 @@ def _from_environment() -> dict[str, str]:
 
 def _check(config: DaemonConfig) -> None:
     """Raise ConfigError for values that cannot work."""
-    for name in ("warm.budget_bytes", "warm.slab_bytes", "cold.slab_bytes",
-                 "limits.connections", "limits.in_flight_calls", "service.drain_seconds"):  # fmt: skip
+    for name in (
+        "warm.budget_bytes", "warm.slab_bytes", "cold.slab_bytes",
+        "limits.connections", "limits.in_flight_calls", "service.drain_seconds",
+    ):  # fmt: skip
         section, _, key = name.partition(".")
         if getattr(getattr(config, section), key) <= 0:
             raise ConfigError(f"{name} must be more than zero")

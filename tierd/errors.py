@@ -165,3 +165,16 @@ class StorageFull(StorageError):
 
     grpc_code = "RESOURCE_EXHAUSTED"
     reason = "STORAGE_FULL"
+
+
+def error_for_reason(reason: str, message: str) -> TierdError:
+    """Return the error of this tree that has `reason`: what a peer said, as it was raised there.
+
+    Fields that did not travel have their neutral values (layer and block are -1).
+    """
+    kinds = [TierdError]
+    for kind in kinds:
+        kinds.extend(kind.__subclasses__())
+        if kind.reason == reason:
+            return kind(message, layer=-1, block=-1) if issubclass(kind, PageMiss) else kind(message)
+    return TierdError(message)

@@ -1,0 +1,341 @@
+"""Bootstrap: the first door. Checks who comes, gives a token, and passes file descriptors.
+
+Invariants:
+  one connection is one client; what it was given ends when the connection or its process does
+  an engine gets the fds of its own sessions and namespaces, no others
+  the end of a client is told exactly once
+
+A unix SOCK_SEQPACKET socket in a private folder. The connection stays open for
+the client's life: its close, or the client's pidfd, tells of its death at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import stat
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tierd.errors import (
+    ConfigError,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    InvalidArgument,
+    PermissionDenied,
+    TierdError,
+    TierFull,
+    error_for_reason,
+)
+from tierd.memory.fds import peer_credentials, receive_message, send_message
+
+PROTOCOL_VERSION = 1
+ENGINE, TOOL = "engine", "tool"
+_BACKLOG = 64
+# Linux 6.5's socket option for a race-free pidfd of the peer; Python 3.11 has no name for it.
+_SO_PEERPIDFD = 77
+
+
+# -- the daemon's side ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is at the other end. `token` opens the gRPC service for this client alone."""
+
+    client_id: int
+    kind: str
+    pid: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A message and the fds that go with it. The fds stay the sender's."""
+
+    fields: dict[str, Any]
+    fds: tuple[int, ...] = ()
+
+
+class Host(Protocol):
+    """What the daemon does for the clients of its first door."""
+
+    def admit(self, peer: Peer) -> Reply:
+        """Take a client in. Raises TierdError to turn it away."""
+
+    def answer(self, peer: Peer, request: dict[str, Any]) -> Reply:
+        """Answer one request. Raises TierdError."""
+
+    def depart(self, peer: Peer) -> None:
+        """A client is gone: free all it held."""
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    sock: socket.socket
+    pid: int
+    pidfd: int
+    peer: Peer | None = None
+    watched: list[int] = field(default_factory=list)
+
+
+class BootstrapServer:
+    """Listens on `path`. All methods are for the event loop's thread."""
+
+    def __init__(self, path: str, host: Host, *, connections_max: int) -> None:
+        self.path = path
+        self._host = host
+        self._connections_max = connections_max
+        self._connections: set[_Connection] = set()
+        self._next_client = 1
+        self._loop = asyncio.get_running_loop()
+        self._listener = _listen(path)
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # the peer gave up between poll and accept
+            return
+        sock.setblocking(False)
+        try:
+            pid, uid, _ = peer_credentials(sock)
+            if uid not in (os.getuid(), 0):
+                raise PermissionDenied(f"user {uid} may not use this daemon")
+            if len(self._connections) >= self._connections_max:
+                raise TierFull(f"{self._connections_max} clients are connected already")
+            connection = _Connection(sock, pid, _pidfd_of(sock, pid))
+        except (TierdError, OSError) as error:
+            _refuse(sock, error)
+            return
+        self._connections.add(connection)
+        self._watch(connection, sock.fileno(), self._receive)
+        self._watch(connection, connection.pidfd, self._end)
+
+    def _watch(
+        self, connection: _Connection, fd: int, action: Callable[[_Connection], None]
+    ) -> None:
+        connection.watched.append(fd)
+        self._loop.add_reader(fd, action, connection)
+
+    def _receive(self, connection: _Connection) -> None:
+        try:
+            received = receive_message(connection.sock)
+        except BlockingIOError:
+            return
+        except (OSError, InvalidArgument):
+            received = None
+        if received is None:
+            self._end(connection)
+            return
+        request, fds = received
+        for fd in fds:  # nothing a client sends is kept yet
+            os.close(fd)
+        try:
+            reply = self._reply(connection, request)
+        except TierdError as error:
+            reply = Reply({"error": error.reason, "message": str(error)})
+        try:
+            send_message(connection.sock, reply.fields, reply.fds)
+        except TierdError:
+            self._end(connection)
+
+    def _reply(self, connection: _Connection, request: dict[str, Any]) -> Reply:
+        if connection.peer is not None:
+            return self._host.answer(connection.peer, request)
+        if request.get("op") != "hello" or request.get("kind") not in (ENGINE, TOOL):
+            raise InvalidArgument("a client says hello first, as engine or tool")
+        if request.get("v") != PROTOCOL_VERSION:
+            raise InvalidArgument(f"the daemon speaks bootstrap version {PROTOCOL_VERSION}")
+        peer = Peer(self._next_client, request["kind"], connection.pid, secrets.token_hex(32))
+        reply = self._host.admit(peer)
+        self._next_client += 1
+        connection.peer = peer
+        return reply
+
+    def _end(self, connection: _Connection) -> None:
+        if connection not in self._connections:
+            return
+        self._connections.remove(connection)
+        for fd in connection.watched:
+            self._loop.remove_reader(fd)
+        connection.sock.close()
+        os.close(connection.pidfd)
+        if connection.peer is not None:
+            self._host.depart(connection.peer)
+
+    def close(self) -> None:
+        """End every connection and remove the socket. Idempotent."""
+        if self._listener.fileno() < 0:
+            return
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        for connection in list(self._connections):
+            self._end(connection)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless clients are distinct and within the limit."""
+        peers = [c.peer.client_id for c in self._connections if c.peer is not None]
+        assert len(peers) == len(set(peers)), f"{peers=}"
+        assert len(self._connections) <= self._connections_max, f"{len(self._connections)=}"
+
+
+def _refuse(sock: socket.socket, error: Exception) -> None:
+    reason = error.reason if isinstance(error, TierdError) else "INTERNAL"
+    with contextlib.suppress(TierdError):
+        send_message(sock, {"error": reason, "message": str(error)})
+    sock.close()
+
+
+def _pidfd_of(sock: socket.socket, pid: int) -> int:
+    try:
+        fd = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        os.set_inheritable(fd, False)
+        return fd
+    except OSError:  # before Linux 6.5: the pid could be another process's by now, if barely
+        return os.pidfd_open(pid)
+
+
+def make_private_folder(folder: str) -> None:
+    """Make a folder for sockets, 0700 and ours. Raises ConfigError if it is not."""
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        status = os.stat(folder, follow_symlinks=False)
+    except OSError as error:
+        raise ConfigError(f"service.socket: {folder}: {error.strerror}") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise ConfigError(f"service.socket: {folder} is not a folder of this user")
+    if status.st_mode & 0o022:
+        raise ConfigError(f"service.socket: others may write to {folder}; choose a private folder")
+
+
+def remove_stale_socket(path: str) -> None:
+    """Remove a dead daemon's socket. Raises ConfigError if a live one answers."""
+    if not os.path.lexists(path):
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            return
+        except OSError as error:
+            raise ConfigError(f"service.socket: {path}: {error.strerror}") from None
+    raise ConfigError(f"service.socket: another daemon serves {path}")
+
+
+def _listen(path: str) -> socket.socket:
+    make_private_folder(os.path.dirname(path) or ".")
+    remove_stale_socket(path)
+    listener = socket.socket(
+        socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+    )
+    try:
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"service.socket: {path}: {error.strerror}") from None
+    return listener
+
+
+# -- the client's side ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SlabGrant:
+    """A slab as passed by the daemon. `fd` is the receiver's to close."""
+
+    tier: int
+    slot_bytes: int
+    slots: int
+    direct: bool
+    fd: int
+
+
+class BootstrapClient:
+    """A client's connection to the first door. Thread-safe; every wait has a deadline."""
+
+    def __init__(self, sock: socket.socket, path: str, hello: dict[str, Any], fds: list[int]):
+        self._sock = sock
+        self._path = path
+        self._lock = threading.Lock()
+        self.token: str = hello["token"]
+        self.boot_id: str = hello["boot_id"]
+        self.rpc_target: str = hello["rpc"]
+        self.engine_id: int = hello["client_id"]
+        self.store_uuid: bytes = hello["store_uuid"]
+        self.epoch_fd: int | None = fds[0] if fds else None
+
+    @classmethod
+    def connect(
+        cls, path: str, kind: str = ENGINE, deadline_seconds: float = 5.0
+    ) -> BootstrapClient:
+        """Connect and say hello. Raises DaemonUnavailable naming the socket, or what it answers."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        sock.settimeout(deadline_seconds)
+        try:
+            sock.connect(path)
+        except OSError as error:
+            sock.close()
+            raise DaemonUnavailable(
+                f"no daemon answers at {path}: {error.strerror or error}"
+            ) from None
+        try:
+            request = {"v": PROTOCOL_VERSION, "op": "hello", "kind": kind}
+            hello, fds = _exchange(sock, path, request)
+        except BaseException:
+            sock.close()
+            raise
+        return cls(sock, path, hello, fds)
+
+    def session_fds(self, session_number: int) -> int:
+        """Return the page table's fd of a session of this engine; the caller owns it."""
+        _, fds = self._ask({"op": "session_fds", "session": session_number})
+        return fds[0]
+
+    def slab(self, slab_id: int) -> SlabGrant:
+        """Return a slab of this engine's namespaces; the caller owns its fd."""
+        fields, fds = self._ask({"op": "slab", "slab": slab_id})
+        return SlabGrant(
+            fields["tier"], fields["slot_bytes"], fields["slots"], fields["direct"],
+            fds[0] if fds else -1,
+        )  # fmt: skip
+
+    def _ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        with self._lock:
+            return _exchange(self._sock, self._path, request)
+
+    def close(self) -> None:
+        """Close the connection: the daemon frees all that this client held. Idempotent."""
+        self._sock.close()
+
+
+def _exchange(
+    sock: socket.socket, path: str, request: dict[str, Any]
+) -> tuple[dict[str, Any], list[int]]:
+    try:
+        send_message(sock, request)
+        received = receive_message(sock)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the daemon at {path} does not answer") from None
+    except OSError as error:
+        raise DaemonUnavailable(f"the daemon at {path} is gone: {error.strerror}") from None
+    if received is None:
+        raise DaemonUnavailable(f"the daemon at {path} has closed the connection")
+    fields, fds = received
+    if "error" in fields:
+        for fd in fds:
+            os.close(fd)
+        raise error_for_reason(str(fields["error"]), str(fields.get("message", "")))
+    return fields, fds
