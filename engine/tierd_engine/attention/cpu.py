@@ -1,27 +1,54 @@
-"""Attention over encoded pages where they lie in RAM, on the CPU (Numba).
+"""Attention over encoded pages where they lie in RAM, on the CPU.
 
-Pages are named by absolute addresses, so one call covers pages of many slabs.
+Pages are named by absolute addresses, so one call covers pages of many slabs,
+with no Python per page. Threads are Numba's (`numba.set_num_threads`); its omp
+layer shares one thread pool with PyTorch, and starting it costs about 1 us.
+
+Invariants:
+  a calling thread has one workspace; calls from several threads do not meet
+  a workspace only grows: a call no larger than an earlier one allocates nothing
 """
 
 from __future__ import annotations
 
+import threading
+
 import math
 from typing import Any
 
+import numba
 import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from tierd.codec.intrinsics import as_array, float32_from_bf16_bits, float32_from_f16_bits
 from tierd.codec.layout import PageLayout
 from tierd.types import CodecId, DType
+from tierd_engine.attention import kernel
+from tierd_engine.attention.simd import BFLOAT16, FLOAT16, FLOAT32, UINT8
 
 Float32Array = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 
-_INT8, _FLOAT32, _BFLOAT16, _FLOAT16 = 0, 1, 2, 3
-_RAW_KINDS = {DType.FLOAT32: _FLOAT32, DType.BFLOAT16: _BFLOAT16, DType.FLOAT16: _FLOAT16}
-_NO_POSITIONS = np.empty(0, dtype=np.int64)
+_RAW_KINDS = {DType.FLOAT32: FLOAT32, DType.BFLOAT16: BFLOAT16, DType.FLOAT16: FLOAT16}
+
+
+class _Workspace(threading.local):
+    def __init__(self) -> None:
+        self.job = np.zeros(1, dtype=kernel.JOB)
+        self.claimed = np.zeros(1, dtype=np.int64)
+        self.scratch = np.empty(0, dtype=np.uint8)
+
+    def scratch_address(self, size_bytes: int) -> int:
+        if self.scratch.size < size_bytes + 64:
+            self.scratch = np.empty(size_bytes + 64, dtype=np.uint8)
+        return (_address(self.scratch) + 63) // 64 * 64
+
+
+_workspace = _Workspace()
+
+
+def _address(array: npt.NDArray[np.generic]) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def attend_pages(
@@ -40,21 +67,60 @@ def attend_pages(
     q: [n, heads, head_dim]; addresses: [pages] of payloads, mapped and readable
     throughout; tokens: [pages] valid tokens of each page; out: [pages, n, heads,
     head_dim], normalised per page; lse: [pages, n, heads], natural logarithm.
-    With positions, query i sees token j of page p iff first_position[p] + j <=
-    query_positions[i]; without, all valid tokens. A page of which a query sees
-    no token gives o = 0, lse = -inf.
+    All arrays C-contiguous. With positions, query i sees token j of page p iff
+    first_position[p] + j <= query_positions[i]; without, all valid tokens. A page
+    of which a query sees no token gives o = 0, lse = -inf.
     """
-    kind = _INT8 if layout.codec is CodecId.INT8 else _RAW_KINDS[layout.dtype]
-    offsets = (
+    n, heads, head_dim = q.shape
+    pages = len(addresses)
+    _check(q, addresses, tokens, layout, out, lse, first_position, query_positions)
+    if pages * n == 0:
+        return
+    workers = numba.get_num_threads()
+    kind = UINT8 if layout.codec is CodecId.INT8 else _RAW_KINDS[layout.dtype]
+    rows = min(kernel.ROWS_MAX, n * heads // layout.kv_heads)
+    lanes = kernel.WIDE if layout.block_tokens >= kernel.WIDE else kernel.NARROW
+    q_stride, weight_stride, scratch_bytes = kernel.strides(head_dim, layout.block_tokens)
+    job, claimed = _workspace.job, _workspace.claimed
+    claimed[0] = 0
+    # Whole pages are claimed while there are many: eight claims a worker even out a noisy machine.
+    batch = layout.kv_heads if pages >= 8 * workers else 1
+    job[0] = (
+        _address(q), _address(addresses), _address(tokens),
+        0 if first_position is None else _address(first_position),
+        0 if query_positions is None else _address(query_positions),
+        _address(out), _address(lse), _workspace.scratch_address(workers * scratch_bytes),
+        _address(claimed), pages, n, heads, layout.kv_heads, head_dim,
         layout.keys, layout.values, layout.key_scale, layout.key_zero,
-        layout.value_scale, layout.value_zero, layout.head_bytes,
+        layout.value_scale, layout.value_zero, layout.group_tokens, layout.head_bytes,
+        scratch_bytes, q_stride, weight_stride, batch, scale,
     )  # fmt: skip
-    first = _NO_POSITIONS if first_position is None else first_position
-    last = _NO_POSITIONS if query_positions is None else query_positions
-    _attend(
-        q, addresses, tokens, kind, offsets, layout.kv_heads, layout.block_tokens,
-        layout.group_tokens, np.float32(scale), out, lse, first, last,
-    )  # fmt: skip
+    kernel.make_attend(kind, rows, lanes)(job, workers)
+
+
+def _check(
+    q: Float32Array,
+    addresses: IntArray,
+    tokens: npt.NDArray[np.int32],
+    layout: PageLayout,
+    out: Float32Array,
+    lse: Float32Array,
+    first_position: IntArray | None,
+    query_positions: IntArray | None,
+) -> None:
+    n, heads, head_dim = q.shape
+    pages = len(addresses)
+    assert q.dtype == np.float32 and q.flags.c_contiguous
+    assert head_dim == layout.head_dim and heads % layout.kv_heads == 0
+    assert addresses.dtype == np.int64 and addresses.flags.c_contiguous
+    assert tokens.dtype == np.int32 and tokens.shape == (pages,) and tokens.flags.c_contiguous
+    assert out.dtype == np.float32 and out.shape == (pages, n, heads, head_dim)
+    assert lse.dtype == np.float32 and lse.shape == (pages, n, heads)
+    assert out.flags.c_contiguous and lse.flags.c_contiguous
+    assert (first_position is None) == (query_positions is None)
+    if first_position is not None and query_positions is not None:
+        assert first_position.dtype == np.int64 and first_position.shape == (pages,)
+        assert query_positions.dtype == np.int64 and query_positions.shape == (n,)
 
 
 def merge_partials(
@@ -63,75 +129,10 @@ def merge_partials(
     """Merge `parts` partials in index order into out_o and out_lse.
 
     o: [parts, n, heads, head_dim]; lse: [parts, n, heads]; out_o: [n, heads,
-    head_dim]; out_lse: [n, heads]. An lse of -inf marks an empty partial.
+    head_dim]; out_lse: [n, heads]. An lse of -inf marks an empty partial; if all
+    are, so is the result. Zero parts is allowed.
     """
     _merge(o, lse, out_o, out_lse)
-
-
-@njit(nogil=True)
-def _element(kind: Any, base: Any, index: Any) -> Any:
-    if kind == _FLOAT32:
-        return as_array(base, index + 1, np.float32)[index]
-    bits = as_array(base, index + 1, np.uint16)[index]
-    return float32_from_bf16_bits(bits) if kind == _BFLOAT16 else float32_from_f16_bits(bits)
-
-
-@njit(nogil=True)
-def _half(base: Any, index: Any) -> Any:
-    return float32_from_f16_bits(as_array(base, index + 1, np.uint16)[index])
-
-
-@njit(nogil=True)
-def _attend(
-    q: Any, addresses: Any, tokens: Any, kind: Any, offsets: Any, kv_heads: Any, block: Any,
-    group: Any, scale: Any, out: Any, lse: Any, first: Any, last: Any,
-) -> None:  # fmt: skip
-    keys, values, key_scale, key_zero, value_scale, value_zero, head_bytes = offsets
-    n, heads, d = q.shape
-    scores = np.empty(block, dtype=np.float32)
-    for page in range(addresses.shape[0]):
-        for i in range(n):
-            seen = np.int64(tokens[page])
-            if first.shape[0] > 0:
-                seen = max(np.int64(0), min(seen, last[i] - first[page] + 1))
-            for h in range(heads):
-                base = addresses[page] + (h // (heads // kv_heads)) * head_bytes
-                top = np.float32(-np.inf)
-                for j in range(seen):
-                    s = np.float32(0)
-                    for c in range(d):
-                        if kind == _INT8:
-                            g = j // group
-                            code = as_array(base + keys, block * d, np.uint8)[
-                                (g * d + c) * group + j % group
-                            ]
-                            k = _half(base + key_zero, g * d + c) + _half(
-                                base + key_scale, g * d + c
-                            ) * np.float32(code)
-                        else:
-                            k = _element(kind, base + keys, j * d + c)
-                        s += q[i, h, c] * k
-                    scores[j] = s * scale
-                    top = max(top, scores[j])
-                total = np.float32(0)
-                out[page, i, h] = np.float32(0)
-                for j in range(seen):
-                    w = np.float32(math.exp(scores[j] - top))
-                    total += w
-                    for c in range(d):
-                        if kind == _INT8:
-                            code = as_array(base + values, block * d, np.uint8)[j * d + c]
-                            v = _half(base + value_zero, j) + _half(
-                                base + value_scale, j
-                            ) * np.float32(code)
-                        else:
-                            v = _element(kind, base + values, j * d + c)
-                        out[page, i, h, c] += w * v
-                if seen > 0:
-                    out[page, i, h] /= total
-                    lse[page, i, h] = top + np.float32(math.log(total))
-                else:
-                    lse[page, i, h] = np.float32(-np.inf)
 
 
 @njit(nogil=True)
