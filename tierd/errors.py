@@ -172,9 +172,11 @@ def error_for_reason(reason: str, message: str) -> TierdError:
 
     Fields that did not travel have their neutral values (layer and block are -1).
     """
-    kinds = [TierdError]
+    kinds: list[type[TierdError]] = [TierdError]
     for kind in kinds:
         kinds.extend(kind.__subclasses__())
         if kind.reason == reason:
-            return kind(message, layer=-1, block=-1) if issubclass(kind, PageMiss) else kind(message)
+            if issubclass(kind, PageMiss):
+                return kind(message, layer=-1, block=-1)
+            return kind(message)
     return TierdError(message)

@@ -14,14 +14,17 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from tierd.errors import NotFound, StorageError, StorageFull
 from tierd.units import SECTOR_BYTES, format_size
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 _SLAB_SUFFIX = ".slab"
 
 
@@ -58,31 +61,36 @@ class DiskPort(Protocol):
 
 
 class PosixDisk:
-    """A folder on a file system, owned by one process at a time (flock on LOCK).
+    """A folder on a file system.
 
-    `ephemeral`: a file is unlinked as soon as it is made, so that nothing can
-    outlive the process. Otherwise files left by an earlier run are removed at
-    start: until the journal exists they cannot be trusted.
+    `ephemeral`: files have no name, so that nothing can outlive the process
+    and any number of processes can share the folder. Otherwise the folder has
+    one owner at a time (flock on LOCK), and files left by an earlier run are
+    removed at start: until the journal exists they cannot be trusted.
     """
 
     def __init__(self, folder: str, *, ephemeral: bool) -> None:
         self.folder, self.ephemeral = folder, ephemeral
-        self._files: dict[int, tuple[str, int]] = {}  # handle -> (name, reader fd)
-        self._lock_fd = -1
-        with _storage_errors(f"cold folder {folder}"):
+        self._files: dict[int, tuple[str, int]] = {}  # handle -> (name or "", reader fd)
+        self._lock_fd = self._dir_fd = -1
+        with self._errors():
             os.makedirs(folder, mode=0o700, exist_ok=True)
             self._dir_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            self._lock()
+            if not ephemeral:
+                self._lock()
+                self._remove_leftovers()
             self.direct = self._probe()
-            self._remove_leftovers()
         except BaseException:
             self.close()
             raise
 
+    def _errors(self, doing: str = "") -> AbstractContextManager[None]:
+        return _storage_errors(f"cold folder {self.folder}{doing}")
+
     def _lock(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        with _storage_errors(f"cold folder {self.folder}"):
+        with self._errors():
             self._lock_fd = os.open("LOCK", flags, 0o600, dir_fd=self._dir_fd)
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,56 +104,66 @@ class PosixDisk:
 
     def _probe(self) -> bool:
         """Return whether this file system takes O_DIRECT, by trying."""
-        name = ".probe"
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        with _storage_errors(f"cold folder {self.folder}"):
-            os.close(os.open(name, flags, 0o600, dir_fd=self._dir_fd))
+        with self._errors():
+            probe = self._open_unnamed(0)
         try:
-            os.close(os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, dir_fd=self._dir_fd))
+            os.close(os.open(f"/proc/self/fd/{probe}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC))
         except OSError:
             return False
         finally:
-            os.unlink(name, dir_fd=self._dir_fd)
+            os.close(probe)
         return True
+
+    def _open_unnamed(self, flags: int) -> int:
+        """Return the fd of a new file that has no name. Raises OSError."""
+        flags |= os.O_RDWR | os.O_CLOEXEC
+        try:
+            return os.open(".", flags | os.O_TMPFILE, 0o600, dir_fd=self._dir_fd)
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+        name = f".{os.getpid()}-{secrets.token_hex(8)}"
+        fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._dir_fd)
+        os.unlink(name, dir_fd=self._dir_fd)
+        return fd
 
     def _remove_leftovers(self) -> None:
         for entry in os.listdir(self._dir_fd):
             if entry.endswith(_SLAB_SUFFIX):
                 status = os.stat(entry, dir_fd=self._dir_fd, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
-                    with _storage_errors(f"cold folder {self.folder}"):
+                    with self._errors():
                         os.unlink(entry, dir_fd=self._dir_fd)
 
     def create(self, name: str, size_bytes: int) -> int:
         """Make a file of `size_bytes`, allocated. Raises StorageFull, StorageError."""
-        file_name = name + _SLAB_SUFFIX
-        flags = os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
-        what = f"cold folder {self.folder}"
-        with _storage_errors(what):
-            handle = os.open(
-                file_name, flags | os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._dir_fd
-            )
+        flags = os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
+        file_name = "" if self.ephemeral else name + _SLAB_SUFFIX
+        with self._errors():
+            if self.ephemeral:
+                handle = self._open_unnamed(flags)
+            else:
+                named = flags | os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+                handle = os.open(file_name, named, 0o600, dir_fd=self._dir_fd)
+        self._files[handle] = (file_name, -1)
         try:
-            with _storage_errors(f"{what}, a slab of {format_size(size_bytes)}"):
+            with self._errors(f", a slab of {format_size(size_bytes)}"):
                 os.posix_fallocate(handle, 0, size_bytes)
-                reader = os.open(file_name, flags | os.O_RDONLY, dir_fd=self._dir_fd)
+                reader = os.open(f"/proc/self/fd/{handle}", flags | os.O_RDONLY)
         except StorageError:
-            os.close(handle)
-            os.unlink(file_name, dir_fd=self._dir_fd)
+            self.delete(handle)
             raise
-        if self.ephemeral:
-            os.unlink(file_name, dir_fd=self._dir_fd)
         self._files[handle] = (file_name, reader)
         return handle
 
     def read_into(self, handle: int, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`. Raises StorageError."""
-        with _storage_errors(f"cold folder {self.folder}, read"):
+        with self._errors(", read"):
             _read_all(handle, offset, buffer)
 
     def write(self, handle: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Write all buffers at `offset`. Raises StorageFull, StorageError."""
-        with _storage_errors(f"cold folder {self.folder}, write"):
+        with self._errors(", write"):
             _write_all(handle, offset, buffers)
 
     def reader_fd(self, handle: int) -> int:
@@ -153,11 +171,14 @@ class PosixDisk:
         return self._files[handle][1]
 
     def delete(self, handle: int) -> None:
-        """Close and remove a file."""
+        """Close and remove a file; its blocks are free at once, whoever still has it open."""
         name, reader = self._files.pop(handle)
-        os.close(reader)
+        with contextlib.suppress(OSError):  # a failing disk must not keep us from closing
+            os.ftruncate(handle, 0)
         os.close(handle)
-        if not self.ephemeral:
+        if reader >= 0:
+            os.close(reader)
+        if name:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self._dir_fd)
 
@@ -210,7 +231,7 @@ def _write_all(handle: int, offset: int, buffers: Sequence[memoryview]) -> None:
 
 
 @contextlib.contextmanager
-def _storage_errors(what: str):  # type: ignore[no-untyped-def]
+def _storage_errors(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -76,6 +76,11 @@ class Mapping:
         assert self._buffer is not None, "mapping is closed"
         return self._address
 
+    def discard(self) -> None:
+        """Give the memory back to the host now, whoever else maps it; they then read zeros."""
+        assert self._map is not None, "mapping is closed"
+        self._map.madvise(mmap.MADV_REMOVE)
+
     def close(self) -> None:
         """Unmap. Idempotent. Where a slice is still held, the last holder unmaps."""
         if self._map is None or self._buffer is None:

@@ -116,8 +116,10 @@ class MemfdBacking:
         self._fds[slab_id] = fd
 
     def destroy(self, slab_id: int) -> None:
-        """Unmap and close; the memory is free once no engine maps it."""
-        self._mappings.pop(slab_id).close()
+        """Free the memory, unmap and close. An engine that still maps the slab reads zeros."""
+        mapping = self._mappings.pop(slab_id)
+        mapping.discard()
+        mapping.close()
         os.close(self._fds.pop(slab_id))
 
     def fd(self, slab_id: int) -> int:
