@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from tierd.errors import ConfigError, InvalidArgument
-from tierd.units import GIB, MIB, SECTOR_BYTES, format_size, parse_duration, parse_size
+from tierd.units import GIB, MIB, SECTOR_BYTES, format_size, parse_duration, parse_size, round_up
 
 ENV_PREFIX = "TIERD_"
 SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un.sun_path holds 108 with its final zero
 _RPC_SUFFIX_BYTES = len(".rpc")
 WARM_DEFAULT_BYTES = 1 * GIB
+_EMBEDDED_SLAB_BYTES_MIN = 16 * MIB
 # Memory that a warm tier may not take: the daemon's own heap and the page cache's working set.
 WARM_RESERVE_BYTES = 256 * MIB
 
@@ -149,6 +150,25 @@ def load_config(
     config = DaemonConfig(**sections, origins=origins)
     _check(config)
     return config
+
+
+def embedded_config(
+    *, warm_bytes: int, cold_folder: str | None = None, cold_needed_bytes: int = 0
+) -> DaemonConfig:
+    """Return the settings of a daemon inside a job's own process, sized for that job.
+
+    Its cold files have no name, so the folder may be shared; default /var/tmp,
+    which is on disk where /tmp is often RAM, the very thing a cold tier is to spare.
+    """
+    slab_bytes = min(max(cold_needed_bytes, _EMBEDDED_SLAB_BYTES_MIN), ColdSettings().slab_bytes)
+    return load_config(
+        overrides={
+            "warm.budget_bytes": max(warm_bytes, SECTOR_BYTES),
+            "cold.folder": cold_folder or "/var/tmp",
+            "cold.slab_bytes": round_up(slab_bytes, SECTOR_BYTES),
+            "cold.ephemeral": True,
+        }
+    )
 
 
 def _convert(name: str, value: Any) -> Any:

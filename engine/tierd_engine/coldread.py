@@ -41,7 +41,7 @@ class ColdPage:
     block: int
     fd: int
     offset: int
-    verify: Callable[[memoryview], None]
+    verify: Callable[[memoryview], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,5 +186,3 @@ def _read_whole(page: ColdPage, into: memoryview) -> None:
                 block=page.block,
             )
         done += got
-
-

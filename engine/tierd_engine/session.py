@@ -23,9 +23,10 @@ import torch
 
 from tierd.client import Client, SessionHandle
 from tierd.codec.layout import PageLayout, page_layout
-from tierd.disk.header import verify_slot
+from tierd.disk.header import SlotHeader, verify_slot
 from tierd.errors import HotBudgetExceeded, InvalidArgument, PageMiss, StaleGeneration
-from tierd.types import CodecId, Geometry, Namespace, Place, Tier
+from tierd.memory.pagetable import PageTableView
+from tierd.types import CodecId, Geometry, Namespace, Tier
 from tierd_engine.agent import TransferAgent
 from tierd_engine.arena import HotArena
 from tierd_engine.attention.executors import FEW_QUERIES_MAX, Executors
@@ -76,6 +77,7 @@ class SessionKV:
         namespace: Namespace = handle.namespace
         geometry: Geometry = namespace.geometry
         self.client, self.handle, self.geometry = client, handle, geometry
+        self._namespace_digest = namespace.digest()
         self.mode = mode
         self.max_tokens = max_tokens
         self.arena = HotArena(
@@ -178,7 +180,12 @@ class SessionKV:
         self._lengths[layer] = self.position + n
 
     def attend(
-        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
     ) -> torch.Tensor:
         """Return o [n, heads, head_dim] in the query's dtype, over every token up to each query.
 
@@ -280,7 +287,7 @@ class SessionKV:
         make_page = partial(self._cold_page, table)
         layers = tuple(
             LayerPlan(
-                warm_runs(geometry, table, layer, below, lambda slab: self.client.slab(slab).address),
+                warm_runs(geometry, table, layer, below, self._slab_address),
                 cold_units(geometry, table, layer, below, chunk_bytes, make_page),
             )
             for layer in range(geometry.layers)
@@ -301,8 +308,32 @@ class SessionKV:
             parts_max=total,
         )
 
-    def _cold_page(self, table: object, layer: int, block: int, layout: PageLayout) -> ColdPage:
-        ...
+    def _slab_address(self, slab: int) -> int:
+        return self.client.slab(slab).address
+
+    def _cold_page(
+        self, table: PageTableView, layer: int, block: int, layout: PageLayout
+    ) -> ColdPage:
+        slab, slot = int(table.slab[layer, block]), int(table.slot[layer, block])
+        expected = SlotHeader(
+            store_uuid=self.handle.store_uuid,
+            slab=slab,
+            slot=slot,
+            generation=int(table.generation[layer, block]),
+            codec=layout.codec,
+            dtype=layout.dtype,
+            session=self.handle.number,
+            layer=layer,
+            block=block,
+            namespace_digest=self._namespace_digest,
+            logical_bytes=self.geometry.page_bytes,
+            stored_bytes=layout.payload_bytes,
+            payload_digest=b"",  # the header's own; the daemon's index knows it, we need not
+        )
+        return ColdPage(
+            layer, block, self.client.slab(slab).fd, slot * layout.slot_bytes,
+            partial(verify_slot, expected=expected),
+        )  # fmt: skip
 
     # -- loss, suspension, end ----------------------------------------------
 

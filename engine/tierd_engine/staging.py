@@ -46,7 +46,7 @@ class StagingRing:
     def view(self, chunk: int, start: int, size_bytes: int) -> memoryview:
         """Return a writable view of part of a chunk."""
         begin = chunk * self.chunk_bytes + start
-        return memoryview(self._array[begin : begin + size_bytes])
+        return memoryview(self._map)[begin : begin + size_bytes]
 
 
 class DecodeStaging:

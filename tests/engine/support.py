@@ -11,7 +11,7 @@ import torch
 
 from tierd.client import Client
 from tierd.codec.layout import page_layout
-from tierd.config import DaemonConfig
+from tierd.config import embedded_config
 from tierd.daemon import EmbeddedDaemon
 from tierd.types import CodecId, DType, Namespace
 from tierd_engine import hf
@@ -142,7 +142,7 @@ class TierRig:
     def __enter__(self) -> TierRig:
         sizes = self.sizes
         geometry = self.shape.geometry(self.dtype, sizes.block_tokens)
-        daemon = EmbeddedDaemon(DaemonConfig.embedded(warm_bytes=sizes.warm_budget_bytes))
+        daemon = EmbeddedDaemon(embedded_config(warm_bytes=sizes.warm_budget_bytes))
         self.daemon = self._stack.enter_context(daemon)
         self.client = Client.connect(daemon.socket)
         self._stack.callback(self.client.close)

@@ -91,4 +91,4 @@ def _layout(kv_heads: int, d: int, tokens: int, dtype: DType, codec: CodecId) ->
     for size in sizes:
         offsets.append(end if size else -1)
         end += round_up(size, CACHE_LINE_BYTES)
-    return PageLayout(codec, dtype, kv_heads, d, tokens, group, *offsets, head_bytes=end)
+    return PageLayout(codec, dtype, kv_heads, d, tokens, group, *offsets, end)

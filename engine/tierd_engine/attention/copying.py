@@ -7,6 +7,8 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 
+from tierd.codec.workers import run_spans
+
 
 def copy_pages(
     source: npt.NDArray[np.int64], destination: npt.NDArray[np.int64], size_bytes: int
@@ -15,5 +17,10 @@ def copy_pages(
 
     Both arrays: [pages] absolute addresses; regions do not overlap.
     """
-    for src, dst in zip(source.tolist(), destination.tolist(), strict=True):
-        ctypes.memmove(dst, src, size_bytes)
+    sources, destinations = source.tolist(), destination.tolist()
+
+    def copy_span(first: int, end: int) -> None:
+        for i in range(first, end):
+            ctypes.memmove(destinations[i], sources[i], size_bytes)
+
+    run_spans(copy_span, len(sources), len(sources) * size_bytes)

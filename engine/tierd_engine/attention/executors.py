@@ -190,9 +190,7 @@ class Executors:
                 filled = 0
                 continue
             part = addresses[done : done + room]
-            decode_pages(
-                part, layout, self.staging.keys_array, self.staging.values_array, filled
-            )
+            decode_pages(part, layout, self.staging.keys_array, self.staging.values_array, filled)
             filled += len(part) * tokens
             done += len(part)
         return filled

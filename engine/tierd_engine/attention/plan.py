@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from tierd.codec.layout import HEADER_BYTES, PageLayout, page_layout
 from tierd.errors import InvalidArgument, PageMiss
+from tierd.memory.pagetable import PageTableView
 from tierd.types import CodecId, Geometry, Tier
 from tierd_engine.coldread import ColdPage, ColdUnit
 
@@ -81,18 +82,7 @@ class StepPlan:
     parts_max: int
 
 
-@dataclass(frozen=True, slots=True)
-class TableCopy:
-    """A validated copy of page-table entries, arrays [layers, blocks]."""
-
-    tier: npt.NDArray[np.uint8]
-    codec: npt.NDArray[np.uint8]
-    slab: npt.NDArray[np.uint32]
-    slot: npt.NDArray[np.uint32]
-    generation: npt.NDArray[np.uint32]
-
-
-def require_published(table: TableCopy, below_hot: IntArray) -> None:
+def require_published(table: PageTableView, below_hot: IntArray) -> None:
     """Raise PageMiss for the first block (then layer) that is neither hot nor published."""
     missing = table.tier[:, below_hot] == Tier.NONE
     if not missing.any():
@@ -109,7 +99,7 @@ def require_published(table: TableCopy, below_hot: IntArray) -> None:
 
 def warm_runs(
     geometry: Geometry,
-    table: TableCopy,
+    table: PageTableView,
     layer: int,
     below_hot: IntArray,
     slab_address: Callable[[int], int],
@@ -134,7 +124,7 @@ def warm_runs(
 
 def cold_units(
     geometry: Geometry,
-    table: TableCopy,
+    table: PageTableView,
     layer: int,
     below_hot: IntArray,
     chunk_bytes: int,

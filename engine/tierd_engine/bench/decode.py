@@ -19,7 +19,7 @@ import torch
 
 from tierd.client import Client
 from tierd.codec.layout import page_layout
-from tierd.config import DaemonConfig
+from tierd.config import embedded_config
 from tierd.daemon import EmbeddedDaemon
 from tierd.types import CodecId, DType, Namespace, Tier
 from tierd_engine import hf
@@ -75,9 +75,7 @@ def bench_decode(context: int, *, hot: float, codec: CodecId, steps: int) -> lis
         namespace = Namespace(geometry, weights_digest="bench", codec=codec)
         blocks = geometry.blocks_for(total)
         warm_bytes = (blocks + 2) * geometry.layers * page_layout(geometry, codec).slot_bytes
-        socket = stack.enter_context(
-            EmbeddedDaemon(DaemonConfig.embedded(warm_bytes=warm_bytes))
-        ).socket
+        socket = stack.enter_context(EmbeddedDaemon(embedded_config(warm_bytes=warm_bytes))).socket
         client = stack.enter_context(Client.connect(socket))
         handle = client.open_session(namespace, total)
         hot_bytes = max(2 * hot_block_bytes(geometry), int(hot * geometry.token_bytes * total))

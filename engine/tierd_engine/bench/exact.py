@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tierd.client import Client
-from tierd.config import DaemonConfig
+from tierd.config import embedded_config
 from tierd.daemon import EmbeddedDaemon
 from tierd.errors import BudgetTooSmall
 from tierd.types import CodecId, DType, Namespace
@@ -122,7 +122,7 @@ def _cell(
     start = time.perf_counter()
     geometry = shape.geometry(DType.FLOAT32, sizes.block_tokens)
     with ExitStack() as stack:
-        config = DaemonConfig.embedded(warm_bytes=sizes.warm_budget_bytes)
+        config = embedded_config(warm_bytes=sizes.warm_budget_bytes)
         daemon = stack.enter_context(EmbeddedDaemon(config))
         client = Client.connect(daemon.socket)
         stack.callback(client.close)
@@ -136,9 +136,7 @@ def _cell(
         generator = Generator(model, kv)
         logits = generator.feed(reference.prompt)
         difference, identical = 0.0, True
-        for i, (token, expected) in enumerate(
-            zip(reference.tokens, reference.logits, strict=True)
-        ):
+        for i, (token, expected) in enumerate(zip(reference.tokens, reference.logits, strict=True)):
             difference = max(difference, float((logits - expected).abs().max()))
             identical &= int(logits.argmax()) == token
             if i + 1 < NEW_TOKENS:

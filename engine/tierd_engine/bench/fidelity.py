@@ -19,7 +19,7 @@ import torch
 
 from tierd.client import Client
 from tierd.codec.layout import page_layout
-from tierd.config import DaemonConfig
+from tierd.config import DaemonConfig, embedded_config
 from tierd.daemon import EmbeddedDaemon
 from tierd.types import CodecId, DType, Geometry, Namespace
 from tierd_engine import hf
@@ -103,18 +103,17 @@ def _own_logits(
             for layer in cache.layers:
                 layer.keys[:, :, quantise] = round_q8_0(layer.keys[:, :, quantise])
                 layer.values[:, :, quantise] = round_q8_0(layer.values[:, :, quantise])
-        rest = model(
-            input_ids=torch.tensor([list(forced[:-1])]), cache=cache, use_cache=True
-        )
+        rest = model(input_ids=torch.tensor([list(forced[:-1])]), cache=cache, use_cache=True)
     return torch.cat([output.logits[0], rest.logits[0]]).float()
 
 
 def round_q8_0(x: torch.Tensor) -> torch.Tensor:
     """Return x rounded to 8 bits, symmetric, float16 scales over groups of 32 channels."""
-    grouped = x.unflatten(-1, (-1, _Q8_GROUP))
+    grouped = x.reshape(*x.shape[:-1], -1, _Q8_GROUP)
     scale = (grouped.abs().amax(-1, keepdim=True) / 127).half().float()
     codes = torch.where(scale > 0, (grouped / scale).round(), torch.zeros_like(grouped))
-    return (codes.clamp(-127, 127) * scale).flatten(-2)
+    rounded: torch.Tensor = (codes.clamp(-127, 127) * scale).flatten(-2)
+    return rounded
 
 
 def _tier_logits(
@@ -148,7 +147,7 @@ def _tier_logits(
 def _daemon_config(geometry: Geometry, codec: CodecId, total: int) -> DaemonConfig:
     block = geometry.layers * page_layout(geometry, codec).slot_bytes
     # Half the pages warm, half cold: both are read by every step.
-    return DaemonConfig.embedded(warm_bytes=max(2, geometry.blocks_for(total) // 2) * block)
+    return embedded_config(warm_bytes=max(2, geometry.blocks_for(total) // 2) * block)
 
 
 def _row(
@@ -193,7 +192,9 @@ def print_fidelity(rows: list[FidelityRow]) -> None:
 
 def fidelity_to_dict(rows: list[FidelityRow]) -> dict[str, Any]:
     """Return the versioned JSON object."""
-    plain = [{**asdict(row), "kl_limit": row.kl_limit if row.kl_limit < 1 else None} for row in rows]
+    plain = [
+        {**asdict(row), "kl_limit": row.kl_limit if row.kl_limit < 1 else None} for row in rows
+    ]
     return {
         "version": 1,
         "benchmark": "fidelity",

@@ -13,11 +13,12 @@ _CHUNK_TOKENS = 512
 
 def fill_session(kv: SessionKV, tokens: int, dtype: torch.dtype, seed: int = 0) -> None:
     """Fill a session to `tokens` tokens through its own append, demotion and spill path."""
-    keys, values = _random_kv(kv.geometry.kv_heads, _CHUNK_TOKENS, kv.geometry.head_dim, dtype, seed)
+    geometry = kv.geometry
+    keys, values = _random_kv(geometry.kv_heads, _CHUNK_TOKENS, geometry.head_dim, dtype, seed)
     while kv.position < tokens:
         n = min(_CHUNK_TOKENS, kv.step_tokens_max(), tokens - kv.position)
         kv.begin(n)
-        for layer in range(kv.geometry.layers):
+        for layer in range(geometry.layers):
             kv.append(layer, keys[:, :n], values[:, :n])
         kv.finish()
 
