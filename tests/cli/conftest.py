@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -120,9 +121,10 @@ def _client(world: FakeWorld) -> ModuleType:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWorld]:
+def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeWorld]:
     """Put fakes in the place of runner, daemon and client."""
     fake = FakeWorld()
+    monkeypatch.setenv("TIERD_COLD__FOLDER", str(tmp_path / "cold"))
     monkeypatch.setitem(sys.modules, "tierd_engine.runner", _runner(fake))
     monkeypatch.setitem(sys.modules, "tierd.daemon", _daemon(fake))
     monkeypatch.setitem(sys.modules, "tierd.client", _client(fake))

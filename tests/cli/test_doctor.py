@@ -13,18 +13,27 @@ def checks(outcome: Any) -> dict[str, dict[str, str]]:
     return {check["name"]: check for check in json.loads(outcome.out)["checks"]}
 
 
-def test_a_folder_that_is_not_there_fails(tierd: Any, tmp_path: Path) -> None:
-    missing = tmp_path / "none"
-    outcome = tierd("doctor", "--cold-dir", str(missing), "--daemon", "/tmp/x.sock", "--json")
+def test_a_folder_that_cannot_be_made_fails(tierd: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "below"
+    outcome = tierd("doctor", "--cold-dir", str(folder), "--json")
     assert outcome.code == 1
-    assert checks(outcome)[f"cold folder {missing}"]["health"] == "failed"
+    assert checks(outcome)[f"cold folder {folder}"]["health"] == "failed"
 
 
 def test_a_socket_path_too_long_fails_and_says_the_limit(tierd: Any, tmp_path: Path) -> None:
     long = "/tmp/" + "x" * 120
     outcome = tierd("doctor", "--cold-dir", str(tmp_path), "--daemon", long, "--json")
     assert outcome.code == 1
-    assert "107" in checks(outcome)["socket path"]["fix"]
+    assert "107" in checks(outcome)["settings"]["found"]
+
+
+def test_a_warm_tier_larger_than_memory_is_degraded(
+    tierd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERD_WARM__BUDGET_BYTES", "900TiB")
+    outcome = tierd("doctor", "--cold-dir", str(tmp_path), "--json")
+    assert checks(outcome)["memory"]["health"] == "degraded"
 
 
 def test_a_folder_without_direct_io_is_degraded(

@@ -16,8 +16,8 @@ def settings(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Remember the settings that an embedded daemon was to be started with."""
     before = job._embedded_settings
 
-    def remember(sizes: Any, folder: Path) -> dict[str, Any]:
-        world.settings = before(sizes, folder)
+    def remember(sizes: Any, cold_dir: Path | None) -> dict[str, Any]:
+        world.settings = before(sizes, cold_dir)
         return world.settings
 
     monkeypatch.setattr(job, "_embedded_settings", remember)
@@ -128,14 +128,23 @@ def test_the_embedded_daemon_gets_the_jobs_sizes(tierd: Any, world: Any, tmp_pat
     assert world.settings["cold.slab_bytes"] % 4096 == 0
 
 
-def test_the_temporary_cold_folder_is_removed_even_after_a_failure(tierd: Any, world: Any) -> None:
+def test_without_a_cold_folder_the_settings_one_is_used(
+    tierd: Any, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERD_COLD__FOLDER", str(tmp_path / "set"))
+    assert tierd("demo").code == 0
+    assert (tmp_path / "set").is_dir()
+    assert world.settings["cold.ephemeral"] is True
+
+
+def test_the_embedded_daemon_ends_with_a_job_that_fails(tierd: Any, world: Any) -> None:
     def fail(events: object) -> None:
-        assert Path(world.settings["cold.folder"]).is_dir()
+        assert world.daemons_open == 1
         raise OSError("disk on fire")
 
     world.during_job = fail
     assert tierd("demo").code == 1
-    assert not Path(world.settings["cold.folder"]).exists()
+    assert world.daemons_open == 0
 
 
 def test_a_cold_folder_that_is_too_small_is_named_with_what_is_needed(

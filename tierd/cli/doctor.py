@@ -18,12 +18,12 @@ import typer
 
 from tierd.cli import options
 from tierd.cli.terminal import print_json, print_table, versioned
+from tierd.config import DaemonConfig, available_memory_bytes, check_memory, load_config
 from tierd.errors import TierdError
 from tierd.units import GIB, SECTOR_BYTES, format_size
 
 EXIT_FAILED = 1
 EXIT_DEGRADED = 4
-SOCKET_PATH_BYTES_MAX = 107  # sun_path holds 108 bytes, the last of them zero
 FREE_DISK_BYTES = 1 * GIB  # a 128k-token job of a 1B model spills about as much
 PACKAGES = {
     "grpcio": "",
@@ -36,7 +36,7 @@ PACKAGES = {
 
 ColdDir = Annotated[
     Path | None,
-    typer.Option("--cold-dir", metavar="DIR", help="Folder to check.  \\[default: /var/tmp]"),
+    typer.Option("--cold-dir", metavar="DIR", help="Folder to check.  \\[default: cold.folder]"),
 ]
 
 
@@ -78,10 +78,16 @@ def _findings(cold_dir: Path | None, socket: str | None) -> Iterator[Finding]:
     yield from (_check_package(package, extra) for package, extra in PACKAGES.items())
     yield _check_memfd()
     yield _check_pidfd()
-    yield _check_memory()
     yield _check_memlock()
-    yield from _check_cold(cold_dir or Path("/var/tmp"))
-    yield _check_socket(socket)
+    settings = {} if socket is None else {"service.socket": socket}
+    try:
+        config = load_config(overrides=settings)
+    except TierdError as error:
+        yield Finding("settings", Health.FAILED, str(error), "mend the setting it names")
+        return
+    yield Finding("settings", Health.OK, f"socket {config.service.socket}")
+    yield _check_memory(config)
+    yield from _check_cold(cold_dir or Path(config.cold.folder))
 
 
 def _check_package(package: str, extra: str) -> Finding:
@@ -117,36 +123,13 @@ def _check_pidfd() -> Finding:
     return Finding("pidfd", Health.OK, "available")
 
 
-def _check_memory() -> Finding:
-    available = _available_bytes()
-    limit = _cgroup_headroom_bytes()
-    headroom = available if limit is None else min(available, limit)
-    found = f"{format_size(headroom)} free" + (
-        "" if limit is None else " within the cgroup's limit"
-    )
-    if headroom < GIB:
-        return Finding(
-            "memory", Health.DEGRADED, found, "free some, or keep the hot and warm tiers small"
-        )
-    return Finding("memory", Health.OK, found)
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def _cgroup_headroom_bytes() -> int | None:
-    """Return what the cgroup (v2) still allows, or None where it sets no limit."""
-    base = Path("/sys/fs/cgroup")
+def _check_memory(config: DaemonConfig) -> Finding:
+    found = f"{format_size(available_memory_bytes())} free"
     try:
-        limit = (base / "memory.max").read_text().strip()
-        used = int((base / "memory.current").read_text())
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" else max(0, int(limit) - used)
+        check_memory(config)
+    except TierdError as error:
+        return Finding("memory", Health.DEGRADED, str(error), "lower it, or free some memory")
+    return Finding("memory", Health.OK, found)
 
 
 def _check_memlock() -> Finding:
@@ -166,6 +149,7 @@ def _check_memlock() -> Finding:
 def _check_cold(folder: Path) -> Iterator[Finding]:
     name = f"cold folder {folder}"
     try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
         with tempfile.NamedTemporaryFile(dir=folder, prefix="tierd-doctor-") as probe:
             direct = _writes_direct(probe.name)
@@ -200,22 +184,3 @@ def _writes_direct(path: str) -> bool:
         return False
     finally:
         os.close(fd)
-
-
-def _check_socket(socket: str | None) -> Finding:
-    if socket is None:
-        from tierd.config import load_config
-
-        try:
-            socket = load_config().service.socket
-        except TierdError as error:
-            return Finding("settings", Health.FAILED, str(error), "mend the setting it names")
-    length = len(os.fsencode(socket))
-    if length > SOCKET_PATH_BYTES_MAX:
-        return Finding(
-            "socket path",
-            Health.FAILED,
-            f"{length} bytes",
-            f"choose one of at most {SOCKET_PATH_BYTES_MAX} bytes: TIERD_SERVICE__SOCKET",
-        )
-    return Finding("socket path", Health.OK, f"{socket} ({length} bytes)")

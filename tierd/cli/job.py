@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,39 +86,24 @@ def _daemon_for(placement: Placement, sizes: JobSizes) -> Iterator[str]:
     from tierd.config import load_config
     from tierd.daemon import EmbeddedDaemon
 
-    with _cold_folder(placement.cold_dir, sizes.cold_needed_bytes) as folder:
-        config = load_config(overrides=_embedded_settings(sizes, folder))
-        with EmbeddedDaemon(config) as daemon:
-            yield daemon.socket
+    config = load_config(overrides=_embedded_settings(sizes, placement.cold_dir))
+    _require_room(Path(config.cold.folder), sizes.cold_needed_bytes)
+    with EmbeddedDaemon(config) as daemon:
+        yield daemon.socket
 
 
-def _embedded_settings(sizes: JobSizes, folder: Path) -> dict[str, Any]:
+def _embedded_settings(sizes: JobSizes, cold_dir: Path | None) -> dict[str, Any]:
     """Return the settings of a daemon that serves this one job."""
     # A small job does not need a whole slab of the usual size on disk.
     slab_bytes = min(max(sizes.cold_needed_bytes, COLD_SLAB_BYTES_MIN), COLD_SLAB_BYTES_MAX)
-    return {
+    settings: dict[str, Any] = {
         "warm.budget_bytes": sizes.warm_budget_bytes,
-        "cold.folder": str(folder),
         "cold.slab_bytes": round_up(slab_bytes, SECTOR_BYTES),
-        "cold.ephemeral": True,
+        "cold.ephemeral": True,  # nothing outlives the job, even a killed one
     }
-
-
-@contextlib.contextmanager
-def _cold_folder(wanted: Path | None, needed_bytes: int) -> Iterator[Path]:
-    """Yield a folder with room for the job; a temporary one is removed afterwards."""
-    if wanted is not None:
-        _require_room(wanted, needed_bytes)
-        yield wanted
-        return
-    # /var/tmp is on disk where /tmp is often RAM, the very thing a cold tier is to spare.
-    base = "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()
-    folder = Path(tempfile.mkdtemp(prefix="tierd-cold-", dir=base))
-    try:
-        _require_room(folder, needed_bytes)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    if cold_dir is not None:
+        settings["cold.folder"] = str(cold_dir.expanduser().absolute())
+    return settings
 
 
 def _require_room(folder: Path, needed_bytes: int) -> None:

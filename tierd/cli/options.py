@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-from tierd.units import parse_duration
-
 
 class CodecName(enum.StrEnum):
     """Codecs that pages can be stored with."""
@@ -49,7 +47,7 @@ ColdDir = Annotated[
     typer.Option(
         "--cold-dir",
         metavar="DIR",
-        help="Folder for what hot and warm do not hold.  \\[default: a temporary one]",
+        help="Folder for what hot and warm do not hold.  \\[default: cold.folder]",
     ),
 ]
 Codec = Annotated[CodecName, typer.Option("--codec", help="How pages are stored below hot.")]
@@ -89,8 +87,3 @@ Daemon = Annotated[
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="A TOML file of settings.")
 ]
-
-
-def duration(text: str) -> float:
-    """Return seconds for an option's "250ms" or "2s". Raises InvalidArgument."""
-    return parse_duration(text)
