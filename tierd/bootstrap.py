@@ -177,8 +177,9 @@ class BootstrapServer:
         self._listener.close()
         for connection in list(self._connections):
             self._end(connection)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
+        if not self.path.startswith("@"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless clients are distinct and within the limit."""
@@ -233,15 +234,23 @@ def remove_stale_socket(path: str) -> None:
     raise ConfigError(f"service.socket: another daemon serves {path}")
 
 
+def _address(path: str) -> str:
+    """Return what bind and connect take: "@name" is an abstract socket, which has no file."""
+    return f"\0{path[1:]}" if path.startswith("@") else path
+
+
 def _listen(path: str) -> socket.socket:
-    make_private_folder(os.path.dirname(path) or ".")
-    remove_stale_socket(path)
+    is_file = not path.startswith("@")
+    if is_file:
+        make_private_folder(os.path.dirname(path) or ".")
+        remove_stale_socket(path)
     listener = socket.socket(
         socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
     )
     try:
-        listener.bind(path)
-        os.chmod(path, 0o600)
+        listener.bind(_address(path))
+        if is_file:
+            os.chmod(path, 0o600)
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
@@ -285,7 +294,7 @@ class BootstrapClient:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         sock.settimeout(deadline_seconds)
         try:
-            sock.connect(path)
+            sock.connect(_address(path))
         except OSError as error:
             sock.close()
             raise DaemonUnavailable(

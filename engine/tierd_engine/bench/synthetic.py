@@ -1,4 +1,4 @@
-"""Synthetic KV: random keys and values in place of a prefill, for throughput only, never quality."""
+"""Synthetic KV: random keys and values, for throughput only, never for quality."""
 
 from __future__ import annotations
 

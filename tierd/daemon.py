@@ -1,0 +1,298 @@
+"""The daemon: builds its parts, opens its doors, and takes everything down again.
+
+Invariants:
+  parts are closed in the reverse of the order in which they were made
+  a client's death frees all that it held, within one turn of the loop
+  if the mover's loop ends, the daemon ends: nothing else moves pages
+
+`Daemon` runs in the caller's event loop; `EmbeddedDaemon` runs the same object
+in a thread of a job's own process, behind an abstract socket that has no file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import structlog
+
+from tierd import __version__
+from tierd.bootstrap import (
+    ENGINE,
+    BootstrapServer,
+    Peer,
+    Reply,
+    make_private_folder,
+)
+from tierd.clock import SystemClock
+from tierd.config import DaemonConfig, check_memory
+from tierd.disk.ports import PosixDisk
+from tierd.disk.slabfiles import SlabFiles
+from tierd.errors import (
+    DaemonUnavailable,
+    DeadlineExceeded,
+    InvalidArgument,
+    StorageFull,
+    TierdError,
+)
+from tierd.lanes import ThreadLanes
+from tierd.memory.epochs import EPOCH_PAGE_BYTES
+from tierd.memory.memfd import Mapping, create_memfd
+from tierd.memory.slabs import MemfdBacking
+from tierd.mover import Mover
+from tierd.pools import TierParts
+from tierd.rpcserver import RpcServer
+from tierd.store import Store
+from tierd.types import Tier
+from tierd.units import SECTOR_BYTES, format_size
+
+_COLD_FREE_SHARE = 0.9  # of the free space, where no cap is set: the rest stays for others
+_START_SECONDS, _STOP_SECONDS = 10.0, 10.0  # an embedded daemon's; it starts in well under one
+
+
+class Daemon:
+    """One daemon. Use as an async context; then `serve_forever` or do other work."""
+
+    def __init__(self, config: DaemonConfig) -> None:
+        self.config = config
+        self.boot_id = secrets.token_hex(16)
+        self.socket = config.service.socket
+        self._log = structlog.get_logger("tierd.daemon")
+        self._stack = contextlib.AsyncExitStack()
+        self._stopping: asyncio.Event | None = None
+
+    async def __aenter__(self) -> Daemon:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    async def _start(self) -> None:
+        config = self.config
+        check_memory(config)
+        if not self.socket.startswith("@"):
+            make_private_folder(os.path.dirname(self.socket) or ".")
+        self._stopping = asyncio.Event()
+        disk = PosixDisk(config.cold.folder, ephemeral=config.cold.ephemeral)
+        self._stack.callback(disk.close)
+        self.disk = disk
+        self.store = Store(
+            warm=TierParts(MemfdBacking(), config.warm.budget_bytes, config.warm.slab_bytes),
+            cold=TierParts(SlabFiles(disk), self._cold_bytes(disk), config.cold.slab_bytes),
+            store_uuid=secrets.token_bytes(16),
+            clock=SystemClock(),
+        )
+        self._stack.callback(self.store.close)
+        self.mover = Mover(self.store, ThreadLanes())
+        mover_task = asyncio.create_task(self._run_mover(), name="tierd-mover")
+        self._stack.push_async_callback(self._stop_mover, mover_task)
+        self.rpc = RpcServer(
+            store=self.store,
+            mover=self.mover,
+            boot_id=self.boot_id,
+            target=rpc_target(self.socket),
+            in_flight_calls_max=config.limits.in_flight_calls,
+            describe=self.describe,
+            drain=self.drain,
+        )
+        await self.rpc.start()
+        self._stack.push_async_callback(self.rpc.stop, config.service.drain_seconds)
+        self._bootstrap = BootstrapServer(
+            self.socket, _Host(self), connections_max=config.limits.connections
+        )
+        self._stack.callback(self._bootstrap.close)
+        self._log.info(
+            "serving", socket=self.socket, warm=format_size(config.warm.budget_bytes),
+            cold=disk.describe(),
+        )  # fmt: skip
+
+    def _cold_bytes(self, disk: PosixDisk) -> int:
+        free = int(disk.free_bytes() * _COLD_FREE_SHARE)
+        cap = self.config.cold.cap_bytes or free
+        if cap > disk.free_bytes():
+            raise StorageFull(
+                f"cold.cap_bytes is {format_size(cap)}; {disk.folder} has "
+                f"{format_size(disk.free_bytes())} free"
+            )
+        return cap // SECTOR_BYTES * SECTOR_BYTES
+
+    async def _run_mover(self) -> None:
+        try:
+            await self.mover.run()
+        finally:
+            self.drain()
+
+    async def _stop_mover(self, task: asyncio.Task[None]) -> None:
+        await self.mover.stop()
+        await task
+
+    def drain(self) -> None:
+        """Take no new work and end `serve_forever`. Idempotent."""
+        if self._stopping is not None:
+            self._stopping.set()
+
+    async def wait_drained(self) -> None:
+        """Return once `drain` was called."""
+        assert self._stopping is not None, "the daemon is not started"
+        await self._stopping.wait()
+
+    async def serve_forever(self) -> None:
+        """Serve until `drain`, SIGTERM or SIGINT."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.drain)
+        try:
+            await self.wait_drained()
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+        self._log.info("stopping")
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the daemon is: version, boot id, pid, how its disk is used."""
+        return {
+            "version": __version__,
+            "boot_id": self.boot_id,
+            "pid": os.getpid(),
+            "cold_device": self.disk.describe(),
+            "cold_direct": self.disk.direct,
+        }
+
+
+class _Host:
+    """What the daemon does for the clients of its first door."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._epoch_fds: dict[int, int] = {}
+
+    def admit(self, peer: Peer) -> Reply:
+        """Register a client: its token, and for an engine its epoch page."""
+        daemon = self._daemon
+        fds: tuple[int, ...] = ()
+        if peer.kind == ENGINE:
+            fd = create_memfd("tierd-epoch", EPOCH_PAGE_BYTES)
+            self._epoch_fds[peer.client_id] = fd
+            page = Mapping(fd, EPOCH_PAGE_BYTES, writable=True)
+            page.buffer[:8] = b"\xff" * 8  # QUIESCENT, until the engine's first step
+            daemon.store.register_engine(peer.client_id, peer.pid, page)
+            fds = (fd,)
+        daemon.rpc.tokens.issue(peer.token, peer.client_id, peer.kind)
+        fields = {
+            "token": peer.token,
+            "boot_id": daemon.boot_id,
+            "rpc": rpc_target(daemon.socket),
+            "client_id": peer.client_id,
+            "store_uuid": daemon.store.placement.store_uuid,
+        }
+        return Reply(fields, fds)
+
+    def answer(self, peer: Peer, request: dict[str, Any]) -> Reply:
+        """Pass the fds of a session's page table or of a slab. Raises TierdError."""
+        store = self._daemon.store
+        match request:
+            case {"op": "session_fds", "session": int(number)}:
+                table = store.session(number, engine_id=peer.client_id).table
+                assert table is not None, "an engine's session has a page table"
+                return Reply({}, (table.fd,))
+            case {"op": "slab", "slab": int(slab)}:
+                info = store.slab_for(peer.client_id, slab)
+                fields = {
+                    "tier": int(info.tier),
+                    "slot_bytes": info.slot_bytes,
+                    "slots": info.slots,
+                    "direct": info.tier is Tier.COLD and self._daemon.disk.direct,
+                }
+                return Reply(fields, (info.fd,))
+        raise InvalidArgument(f"unknown request {request.get('op')!r}")
+
+    def depart(self, peer: Peer) -> None:
+        """Free all that a client held."""
+        daemon = self._daemon
+        daemon.rpc.tokens.revoke(peer.token)
+        if peer.kind == ENGINE:
+            daemon.store.drop_engine(peer.client_id)
+            os.close(self._epoch_fds.pop(peer.client_id))
+        daemon.store.drop_client(str(peer.client_id))
+        daemon.mover.wake()
+
+
+def rpc_target(socket: str) -> str:
+    """Return the gRPC target that goes with a bootstrap socket ("@name" is an abstract one)."""
+    if socket.startswith("@"):
+        return f"unix-abstract:{socket[1:]}.rpc"
+    return f"unix:{os.path.abspath(socket)}.rpc"
+
+
+class EmbeddedDaemon:
+    """A daemon in a thread of this process. Use as a context; `socket` is where it answers."""
+
+    def __init__(self, config: DaemonConfig) -> None:
+        self.socket = f"@tierd-{os.getpid()}-{secrets.token_hex(8)}"
+        service = replace(config.service, socket=self.socket)
+        self._config = replace(config, service=service)
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._daemon: Daemon | None = None
+        self._thread = threading.Thread(target=self._run, name="tierd-daemon", daemon=True)
+
+    def __enter__(self) -> EmbeddedDaemon:
+        self._thread.start()
+        if not self._ready.wait(_START_SECONDS):
+            raise DeadlineExceeded(f"the embedded daemon did not start in {_START_SECONDS:.0f} s")
+        if self._error is not None:
+            error = self._error
+            if isinstance(error, TierdError):
+                raise error
+            raise DaemonUnavailable("the embedded daemon did not start") from error
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._loop is not None and self._daemon is not None:
+            with contextlib.suppress(RuntimeError):  # its loop may have ended by itself
+                self._loop.call_soon_threadsafe(self._daemon.drain)
+        self._thread.join(_STOP_SECONDS)
+        if self._thread.is_alive():
+            raise DeadlineExceeded(f"the embedded daemon did not stop in {_STOP_SECONDS:.0f} s")
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            # Raised again in the thread that waits for us, or lost with a thread nobody watches.
+            self._error = error
+            if self._ready.is_set():
+                raise
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        async with Daemon(self._config) as daemon:
+            self._daemon = daemon
+            self._ready.set()
+            await daemon.wait_drained()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hold the daemon's loop still, as if it hung; for tests of deadlines."""
+        assert self._loop is not None, "the daemon is not running"
+        gate = threading.Event()
+        self._loop.call_soon_threadsafe(gate.wait, 60.0)
+        try:
+            yield
+        finally:
+            gate.set()
