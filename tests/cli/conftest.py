@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -37,7 +36,7 @@ class FakeWorld:
 
     specs: list[Any] = field(default_factory=list)
     sockets: list[str] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)
+    configs: list[Any] = field(default_factory=list)
     daemons_open: int = 0
     report: dict[str, Any] = field(default_factory=lambda: dict(REPORT))
     during_job: Callable[[Any], None] = lambda events: None
@@ -78,7 +77,7 @@ def _daemon(world: FakeWorld) -> ModuleType:
         socket = "/fake/embedded.sock"
 
         def __init__(self, config: Any) -> None:
-            pass
+            world.configs.append(config)
 
         def __enter__(self) -> "EmbeddedDaemon":
             world.daemons_open += 1
@@ -121,10 +120,9 @@ def _client(world: FakeWorld) -> ModuleType:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeWorld]:
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWorld]:
     """Put fakes in the place of runner, daemon and client."""
     fake = FakeWorld()
-    monkeypatch.setenv("TIERD_COLD__FOLDER", str(tmp_path / "cold"))
     monkeypatch.setitem(sys.modules, "tierd_engine.runner", _runner(fake))
     monkeypatch.setitem(sys.modules, "tierd.daemon", _daemon(fake))
     monkeypatch.setitem(sys.modules, "tierd.client", _client(fake))

@@ -8,20 +8,6 @@ from typing import Any
 
 import pytest
 
-from tierd.cli import job
-
-
-@pytest.fixture(autouse=True)
-def settings(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remember the settings that an embedded daemon was to be started with."""
-    before = job._embedded_settings
-
-    def remember(sizes: Any, cold_dir: Path | None) -> dict[str, Any]:
-        world.settings = before(sizes, cold_dir)
-        return world.settings
-
-    monkeypatch.setattr(job, "_embedded_settings", remember)
-
 
 def document(tmp_path: Path) -> str:
     path = tmp_path / "document.txt"
@@ -108,7 +94,7 @@ def test_generate_passes_the_document_whole(tierd: Any, world: Any, tmp_path: Pa
 def test_a_running_daemon_is_used_as_it_is(tierd: Any, world: Any) -> None:
     assert tierd("demo", "--daemon", "/run/t.sock").code == 0
     assert world.sockets == ["/run/t.sock"]
-    assert world.settings == {}
+    assert world.configs == []
 
 
 @pytest.mark.parametrize("option", [["--warm", "1GiB"], ["--cold-dir", "/tmp"]])
@@ -123,18 +109,18 @@ def test_a_running_daemons_tiers_cannot_be_sized_by_a_job(
 def test_the_embedded_daemon_gets_the_jobs_sizes(tierd: Any, world: Any, tmp_path: Path) -> None:
     cold = tmp_path / "new" / "cold"
     assert tierd("demo", "--cold-dir", str(cold)).code == 0
-    assert world.settings["warm.budget_bytes"] == 4096
-    assert world.settings["cold.folder"] == str(cold)
-    assert world.settings["cold.slab_bytes"] % 4096 == 0
+    (config,) = world.configs
+    assert config.warm.budget_bytes == 4096
+    assert config.cold.folder == str(cold)
+    assert config.cold.ephemeral is True
 
 
-def test_without_a_cold_folder_the_settings_one_is_used(
+def test_a_relative_cold_folder_is_the_callers(
     tierd: Any, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TIERD_COLD__FOLDER", str(tmp_path / "set"))
-    assert tierd("demo").code == 0
-    assert (tmp_path / "set").is_dir()
-    assert world.settings["cold.ephemeral"] is True
+    monkeypatch.chdir(tmp_path)
+    tierd("demo", "--cold-dir", "here")
+    assert world.configs[0].cold.folder == str(tmp_path / "here")
 
 
 def test_the_embedded_daemon_ends_with_a_job_that_fails(tierd: Any, world: Any) -> None:

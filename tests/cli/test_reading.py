@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tierd.cli import hint
 from tierd.errors import DaemonUnavailable, NotFound
 
 STATS = {
@@ -47,7 +48,11 @@ def test_no_sessions_is_an_empty_table(tierd: Any, world: Any) -> None:
     assert tierd("sessions", "--daemon", "/run/t.sock").code == 0
 
 
-def test_a_hint_carries_its_deadline_in_seconds(tierd: Any, world: Any) -> None:
+def test_a_hint_is_kept_open_until_its_deadline(
+    tierd: Any, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(hint.time, "sleep", slept.append)
     outcome = tierd(
         "hint", "abc", "--deadline", "250ms", "--confidence", "0.5", "--daemon", "/run/t.sock",
         "--json",
@@ -58,6 +63,7 @@ def test_a_hint_carries_its_deadline_in_seconds(tierd: Any, world: Any) -> None:
     ((session, wish),) = world.hints
     assert session == "abc"
     assert (wish["deadline_seconds"], wish["confidence"]) == (0.25, 0.5)
+    assert slept == [0.25]
 
 
 def test_a_deadline_that_is_no_duration_is_a_usage_error(tierd: Any, world: Any) -> None:

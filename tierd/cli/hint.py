@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
@@ -36,7 +38,10 @@ def hint(
     daemon: options.Daemon = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Have a suspended or idle session's cold pages moved to warm before they are needed."""
+    """Have a suspended or idle session's cold pages moved to warm before they are needed.
+
+    The hint lives as long as this command: it runs until the deadline. Ctrl-C cancels the hint.
+    """
     seconds = parse_duration(deadline)
     with connected(daemon) as client:
         ticket = client.hint(
@@ -47,6 +52,12 @@ def hint(
             confidence=confidence,
             priority=priority,
         )
+        _show(ticket, as_json)
+        # A hint dies with its owner's connection; past its deadline it has nothing left to say.
+        time.sleep(seconds)
+
+
+def _show(ticket: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(versioned(**ticket))
         return

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tierd.cli.report import print_report
 from tierd.cli.terminal import JobDisplay, print_json
 from tierd.errors import InvalidArgument, StorageError, StorageFull
-from tierd.units import MIB, SECTOR_BYTES, format_size, round_up
+from tierd.units import format_size
 
 if TYPE_CHECKING:
     from tierd_engine.runner import JobSpec
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 EXIT_DEGRADED = 4
 WARM_DEFAULT = "25%"
-COLD_SLAB_BYTES_MAX = 256 * MIB
-COLD_SLAB_BYTES_MIN = 4 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,27 +81,18 @@ def _daemon_for(placement: Placement, sizes: JobSizes) -> Iterator[str]:
     if placement.daemon is not None:
         yield placement.daemon
         return
-    from tierd.config import load_config
+    from tierd.config import embedded_config
     from tierd.daemon import EmbeddedDaemon
 
-    config = load_config(overrides=_embedded_settings(sizes, placement.cold_dir))
+    folder = placement.cold_dir
+    config = embedded_config(
+        warm_bytes=sizes.warm_budget_bytes,
+        cold_folder=None if folder is None else str(folder.expanduser().absolute()),
+        cold_needed_bytes=sizes.cold_needed_bytes,
+    )
     _require_room(Path(config.cold.folder), sizes.cold_needed_bytes)
     with EmbeddedDaemon(config) as daemon:
         yield daemon.socket
-
-
-def _embedded_settings(sizes: JobSizes, cold_dir: Path | None) -> dict[str, Any]:
-    """Return the settings of a daemon that serves this one job."""
-    # A small job does not need a whole slab of the usual size on disk.
-    slab_bytes = min(max(sizes.cold_needed_bytes, COLD_SLAB_BYTES_MIN), COLD_SLAB_BYTES_MAX)
-    settings: dict[str, Any] = {
-        "warm.budget_bytes": sizes.warm_budget_bytes,
-        "cold.slab_bytes": round_up(slab_bytes, SECTOR_BYTES),
-        "cold.ephemeral": True,  # nothing outlives the job, even a killed one
-    }
-    if cold_dir is not None:
-        settings["cold.folder"] = str(cold_dir.expanduser().absolute())
-    return settings
 
 
 def _require_room(folder: Path, needed_bytes: int) -> None:

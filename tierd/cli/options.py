@@ -47,7 +47,7 @@ ColdDir = Annotated[
     typer.Option(
         "--cold-dir",
         metavar="DIR",
-        help="Folder for what hot and warm do not hold.  \\[default: cold.folder]",
+        help="Folder for what hot and warm do not hold.  \\[default: /var/tmp]",
     ),
 ]
 Codec = Annotated[CodecName, typer.Option("--codec", help="How pages are stored below hot.")]
