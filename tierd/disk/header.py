@@ -85,6 +85,8 @@ class SlotHeader:
         ) = _FIELDS.unpack_from(view)  # fmt: skip
         if magic != _MAGIC or version != _VERSION:
             raise _damaged(f"not a slot header of version {_VERSION}")
+        if view[_FIELDS.size : _CHECKSUM_OFFSET].tobytes() != _PADDING:
+            raise _damaged("the header's padding is not zero")
         if dtype not in _DTYPE_OF or codec not in _CODECS:
             raise _damaged(f"unknown codec {codec} or dtype {dtype}")
         return cls(

@@ -1,7 +1,7 @@
 """Epochs, as in RCU: a retired slot is reused only after every engine has moved past it.
 
 Invariants:
-  `now` only rises; a slot retired at e is reusable when e < safe_epoch()
+  `now` only rises; a slot retired at e is reusable when e < safe_epoch() <= now
   an engine's word is the epoch its running step entered at, or QUIESCENT
   a dropped engine holds nothing back
 
@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
-
 from tierd.memory.memfd import Mapping
 from tierd.units import SECTOR_BYTES
 
@@ -25,25 +23,34 @@ EPOCH_PAGE_BYTES = SECTOR_BYTES
 QUIESCENT = 2**64 - 1
 
 
+def _load(page: Mapping) -> int:
+    """Return a page's word: one aligned 8-byte move, never half of a store."""
+    return page.buffer[:8].cast("Q")[0]
+
+
+def _store(page: Mapping, word: int) -> None:
+    page.buffer[:8].cast("Q")[0] = word
+
+
 class EpochWriter:
     """The engine's side: one word in a page that the daemon made. Maps `fd`, does not own it."""
 
     def __init__(self, fd: int) -> None:
-        self._mapping = Mapping(fd, EPOCH_PAGE_BYTES, writable=True)
-        self._word = np.frombuffer(self._mapping.buffer, np.dtype("<u8"), 1)
+        self._page = Mapping(fd, EPOCH_PAGE_BYTES, writable=True)
         self._inside = False
-        self._word[0] = QUIESCENT
+        _store(self._page, QUIESCENT)
 
     def enter(self, epoch: int) -> None:
         """Begin a step at `epoch`, as read from the page table. Not re-entrant."""
         assert not self._inside, "a step is already running"
+        assert 0 <= epoch < QUIESCENT, epoch
         self._inside = True
-        self._word[0] = epoch
+        _store(self._page, epoch)
 
     def leave(self) -> None:
         """End the step: no slot is read any more."""
         assert self._inside, "no step is running"
-        self._word[0] = QUIESCENT
+        _store(self._page, QUIESCENT)
         self._inside = False
 
     @contextmanager
@@ -56,9 +63,8 @@ class EpochWriter:
             self.leave()
 
     def close(self) -> None:
-        """Unmap. Idempotent."""
-        self.__dict__.pop("_word", None)
-        self._mapping.close()
+        """Unmap. Idempotent. A step that is running goes on holding its slots."""
+        self._page.close()
 
 
 class EpochClock:
@@ -92,22 +98,23 @@ class EpochClock:
 
     def word(self, engine_id: int) -> int:
         """Return an engine's word."""
-        return int.from_bytes(self._pages[engine_id].buffer[:8], "little")
+        return _load(self._pages[engine_id])
 
     def active(self, engine_id: int) -> bool:
         """Return whether an engine is inside a step."""
         return engine_id in self._pages and self.word(engine_id) != QUIESCENT
 
     def safe_epoch(self) -> int:
-        """Return the epoch before which retired slots are reusable."""
-        words = (self.word(engine_id) for engine_id in self._pages)
-        return min((word for word in words if word != QUIESCENT), default=self._now)
+        """Return the epoch before which retired slots are reusable.
+
+        Words are the engines' to write: one beyond `now` (QUIESCENT is) holds nothing back.
+        """
+        return min([self._now, *(_load(page) for page in self._pages.values())])
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if an engine claims an epoch that has not been."""
-        for engine_id in self._pages:
-            word = self.word(engine_id)
-            assert word == QUIESCENT or word <= self._now, f"{engine_id=} {word=} {self._now=}"
+        """Raise AssertionError unless 0 <= safe <= now."""
+        safe, now = self.safe_epoch(), self._now
+        assert 0 <= safe <= now, f"{safe=} {now=}"
 
     def close(self) -> None:
         """Drop every engine. Idempotent."""

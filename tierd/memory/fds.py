@@ -1,7 +1,7 @@
 """Messages with file descriptors over a unix SOCK_SEQPACKET socket.
 
-A message is one packet: a msgpack map of at most 64 KiB, and at most 16 fds.
-Received fds are close-on-exec; those of a message that is refused are closed.
+A message is one packet: a msgpack map of at most 64 KiB with text keys, and at
+most 16 fds. Received fds are close-on-exec; those of a refused message are closed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import msgpack
 
-from tierd.errors import DaemonUnavailable, InvalidArgument
+from tierd.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument
 
 MESSAGE_BYTES_MAX = 64 * 1024
 FDS_MAX = 16
@@ -23,16 +23,20 @@ _INT_BYTES = array.array("i").itemsize
 _CREDENTIALS = struct.Struct("3i")
 
 
-def send_message(
-    sock: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()
-) -> None:
-    """Send one packet. Raises InvalidArgument (too large), DaemonUnavailable (peer gone)."""
+def send_message(sock: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    """Send one packet.
+
+    Raises InvalidArgument (too large), DeadlineExceeded (the socket's timeout),
+    DaemonUnavailable (the peer is gone, or leaves a non-blocking socket full).
+    """
     packed = msgpack.packb(message)
     if len(packed) > MESSAGE_BYTES_MAX or len(fds) > FDS_MAX:
         raise InvalidArgument(f"message of {len(packed)} bytes and {len(fds)} fds is too large")
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     try:
         sock.sendmsg([packed], ancillary)
+    except TimeoutError:
+        raise DeadlineExceeded("the peer does not read its messages") from None
     except BlockingIOError:
         raise DaemonUnavailable("the peer does not read its messages") from None
     except OSError as error:
@@ -45,9 +49,12 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | N
     Raises InvalidArgument for a packet that is not of this form, BlockingIOError
     on a non-blocking socket without one, TimeoutError at the socket's timeout.
     """
-    data, ancillary, flags, _ = sock.recvmsg(
-        MESSAGE_BYTES_MAX, socket.CMSG_SPACE(FDS_MAX * _INT_BYTES), socket.MSG_CMSG_CLOEXEC
-    )
+    try:
+        data, ancillary, flags, _ = sock.recvmsg(
+            MESSAGE_BYTES_MAX, socket.CMSG_SPACE(FDS_MAX * _INT_BYTES), socket.MSG_CMSG_CLOEXEC
+        )
+    except ConnectionError:
+        return None
     fds = _fds_of(ancillary)
     try:
         if not data and not fds:
@@ -55,7 +62,7 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | N
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise InvalidArgument("a message is larger than allowed")
         return _unpack(data), fds
-    except InvalidArgument:
+    except BaseException:
         for fd in fds:
             os.close(fd)
         raise
@@ -77,8 +84,8 @@ def _unpack(data: bytes) -> dict[str, Any]:
         )  # fmt: skip
     except (ValueError, msgpack.exceptions.UnpackException) as error:
         raise InvalidArgument("a message is not valid msgpack") from error
-    if not isinstance(message, dict):
-        raise InvalidArgument("a message is not a map")
+    if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):
+        raise InvalidArgument("a message is not a map with text keys")
     return message
 
 

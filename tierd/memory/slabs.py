@@ -3,8 +3,9 @@
     free --reserve--> reserved --commit--> resident --retire--> retired --reclaim--> free
                          \\--abort--> free
 
-Invariants, for each slab:
-  free + reserved + resident + retired == slots
+Invariants:
+  in each slab, free + reserved + resident + retired == slots
+  no slot below a slab's `first_free` is free
   a generation never falls, and rises at each reserve
   the slabs of all pools of a tier together are the budget's used bytes
 """
@@ -84,6 +85,11 @@ class ByteBudget:
         assert 0 <= size_bytes <= self.used_bytes, f"{size_bytes=} {self.used_bytes=}"
         self.used_bytes -= size_bytes
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless 0 <= used <= peak <= limit."""
+        used, peak, limit = self.used_bytes, self.peak_bytes, self.limit_bytes
+        assert 0 <= used <= peak <= limit, f"{used=} {peak=} {limit=} bytes"
+
 
 class SlabIds:
     """Slab ids, unique over both tiers and never used again while the daemon lives."""
@@ -138,12 +144,30 @@ class MemfdBacking:
 
 @dataclass(slots=True)
 class _Slab:
-    """States and generations of one slab's slots. `free_count` and `hint` make reserve fast."""
+    """States and generations of one slab's slots; `retired` is (epoch, slot), oldest first."""
 
     states: npt.NDArray[np.uint8]
+    # A slot reused each 10 ms passes 2**32 generations after 497 days.
     generations: npt.NDArray[np.uint32]
     free_count: int
+    first_free: int = 0
     retired: deque[tuple[int, int]] = field(default_factory=deque)
+
+    def take(self, count: int) -> npt.NDArray[np.intp]:
+        """Reserve the lowest free slots, at most `count`; return which."""
+        slots = self.first_free + np.flatnonzero(self.states[self.first_free :] == FREE)[:count]
+        self.states[slots] = RESERVED
+        self.generations[slots] += 1
+        self.free_count -= len(slots)
+        if len(slots):
+            self.first_free = int(slots[-1]) + 1
+        return slots
+
+    def free(self, slot: int) -> None:
+        """Let a slot be taken again."""
+        self.states[slot] = FREE
+        self.free_count += 1
+        self.first_free = min(self.first_free, slot)
 
 
 class SlabPool:
@@ -218,10 +242,7 @@ class SlabPool:
         return taken
 
     def _take(self, slab_id: int, slab: _Slab, count: int) -> list[SlotRef]:
-        slots = np.flatnonzero(slab.states == FREE)[:count]
-        slab.states[slots] = RESERVED
-        slab.generations[slots] += 1
-        slab.free_count -= len(slots)
+        slots = slab.take(count)
         generations = slab.generations[slots].tolist()
         return [
             SlotRef(slab_id, slot, generation)
@@ -240,24 +261,26 @@ class SlabPool:
 
     def commit(self, slot: SlotRef) -> None:
         """A reserved slot's page is whole."""
-        self._move(slot, RESERVED, RESIDENT)
+        self._slab(slot, RESERVED).states[slot.slot] = RESIDENT
 
     def abort(self, slot: SlotRef) -> None:
         """A reserved slot is not wanted after all."""
-        self._move(slot, RESERVED, FREE)
-        self._slabs[slot.slab].free_count += 1
+        self._slab(slot, RESERVED).free(slot.slot)
 
     def retire(self, slot: SlotRef, epoch: int) -> None:
         """A resident slot's page is unpublished at `epoch`. Epochs must not fall."""
-        self._move(slot, RESIDENT, RETIRED)
-        self._slabs[slot.slab].retired.append((epoch, slot.slot))
+        slab = self._slab(slot, RESIDENT)
+        assert not slab.retired or epoch >= slab.retired[-1][0], f"{epoch=} {slab.retired[-1]=}"
+        slab.states[slot.slot] = RETIRED
+        slab.retired.append((epoch, slot.slot))
 
-    def _move(self, slot: SlotRef, before: int, after: int) -> None:
+    def _slab(self, slot: SlotRef, state: int) -> _Slab:
+        """Return the slab of a slot that is in `state`, at the caller's generation."""
         slab = self._slabs[slot.slab]
-        state, generation = slab.states[slot.slot], slab.generations[slot.slot]
-        assert state == before, f"{slot} is in state {state}, not {before}"
+        found, generation = slab.states[slot.slot], slab.generations[slot.slot]
+        assert found == state, f"{slot} is in state {found}, not {state}"
         assert generation == slot.generation, f"{slot} is at generation {generation}"
-        slab.states[slot.slot] = after
+        return slab
 
     def reclaim(self, safe_epoch: int) -> int:
         """Free the slots retired before `safe_epoch`; return how many."""
@@ -265,8 +288,7 @@ class SlabPool:
         for slab in self._slabs.values():
             while slab.retired and slab.retired[0][0] < safe_epoch:
                 _, slot = slab.retired.popleft()
-                slab.states[slot] = FREE
-                slab.free_count += 1
+                slab.free(slot)
                 freed += 1
         return freed
 
@@ -293,5 +315,8 @@ class SlabPool:
             assert free + reserved + resident + retired == total, f"{slab_id=} {total=}"
             assert free == slab.free_count, f"{slab_id=} {free=} {slab.free_count=}"
             assert retired == len(slab.retired), f"{slab_id=} {retired=} {len(slab.retired)=}"
-        used, limit = self._budget.used_bytes, self._budget.limit_bytes
-        assert self.capacity_bytes() <= used <= limit, f"{self.capacity_bytes()=} {used=} {limit=}"
+            first = int(np.argmin(slab.states)) if free else total  # FREE is the least state
+            assert slab.first_free <= first, f"{slab_id=} {first=} {slab.first_free=}"
+        self._budget.check_integrity()
+        used = self._budget.used_bytes
+        assert self.capacity_bytes() <= used, f"{self.capacity_bytes()=} {used=}"
