@@ -1,0 +1,1 @@
+"""The wire: generated messages (v1), their conversions, errors, and the bootstrap handshake."""
