@@ -32,6 +32,9 @@ from tierd.units import CACHE_LINE_BYTES, SECTOR_BYTES, round_up
 HEADER_BYTES = SECTOR_BYTES
 KEY_GROUP_TOKENS = 64
 _F16 = 2
+_PARTS = (
+    "keys", "values", "key_scale", "key_zero", "value_scale", "value_zero", "key_error",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +82,17 @@ def page_layout(geometry: Geometry, codec: CodecId) -> PageLayout:
 @lru_cache(maxsize=256)
 def _layout(kv_heads: int, d: int, tokens: int, dtype: DType, codec: CodecId) -> PageLayout:
     group = min(KEY_GROUP_TOKENS, tokens)
+    elements = tokens * d
     if codec is CodecId.RAW:
-        sizes = [tokens * d * dtype.itemsize, tokens * d * dtype.itemsize, 0, 0, 0, 0, 0]
+        sizes = [elements * dtype.itemsize, elements * dtype.itemsize, 0, 0, 0, 0, 0]
     elif codec is CodecId.INT8:
-        scales = tokens // group * d * _F16
-        sizes = [tokens * d, tokens * d, scales, scales, tokens * _F16, tokens * _F16, tokens * _F16]
+        per_group, per_token = tokens // group * d * _F16, tokens * _F16
+        sizes = [elements, elements, per_group, per_group, per_token, per_token, per_token]
     else:
         raise InvalidArgument(f"codec {codec!r} has no page layout")
-    offsets: list[int] = []
+    offsets: dict[str, int] = {}
     end = 0
-    for size in sizes:
-        offsets.append(end if size else -1)
+    for name, size in zip(_PARTS, sizes, strict=True):
+        offsets[name] = end if size else -1
         end += round_up(size, CACHE_LINE_BYTES)
-    return PageLayout(codec, dtype, kv_heads, d, tokens, group, *offsets, end)
+    return PageLayout(codec, dtype, kv_heads, d, tokens, group, **offsets, head_bytes=end)
