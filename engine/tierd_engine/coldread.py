@@ -13,10 +13,12 @@ units of a step are read under the end of the step before.
 from __future__ import annotations
 
 import os
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
@@ -58,7 +60,7 @@ class ColdReader:
     def __init__(self, ring: StagingRing, clock: Callable[[], float] = time.monotonic) -> None:
         self.ring = ring
         self._clock = clock
-        self._pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="tierd-cold")
+        self._threads = _ReadThreads(READ_THREADS)
         self._units: Sequence[ColdUnit] = ()
         self._issued: deque[list[Future[None]]] = deque()
         self._issued_count = 0
@@ -117,9 +119,7 @@ class ColdReader:
             slot_bytes = unit.layout.slot_bytes
             self._issued.append(
                 [
-                    self._pool.submit(
-                        _read_page, page, self.ring.view(chunk, i * slot_bytes, slot_bytes)
-                    )
+                    self._threads.submit(page, self.ring.view(chunk, i * slot_bytes, slot_bytes))
                     for i, page in enumerate(unit.pages)
                 ]
             )
@@ -145,7 +145,7 @@ class ColdReader:
         for futures in self._issued:
             for future in futures:
                 future.cancel()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.stop()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the ring's counts add up."""
@@ -153,6 +153,43 @@ class ColdReader:
         assert released <= taken <= released + 1, f"{released=} {taken=}"
         assert issued - released <= self.ring.chunks, f"{issued=} {released=}"
         assert len(self._issued) == issued - taken, f"{len(self._issued)=} {issued=} {taken=}"
+
+
+class _ReadThreads:
+    """Daemon threads that read pages. Not an executor of concurrent.futures: at
+    exit that joins its threads, and one stuck in a dead disk would hang the process.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._queue: queue.SimpleQueue[tuple[ColdPage, memoryview, Future[None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._count = count
+        for i in range(count):
+            threading.Thread(target=self._work, name=f"tierd-cold-{i}", daemon=True).start()
+
+    def submit(self, page: ColdPage, into: memoryview) -> Future[None]:
+        future: Future[None] = Future()
+        self._queue.put((page, into, future))
+        return future
+
+    def stop(self) -> None:
+        for _ in range(self._count):
+            self._queue.put(None)
+
+    def _work(self) -> None:
+        while (piece := self._queue.get()) is not None:
+            page, into, future = piece
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                _read_page(page, into)
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, PageMiss):
+                    raise
+            else:
+                future.set_result(None)
 
 
 def _read_page(page: ColdPage, into: memoryview) -> None:
