@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import threading
 
-import math
-from typing import Any
-
 import numba
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from tierd.codec.layout import PageLayout
 from tierd.types import CodecId, DType
 from tierd_engine.attention import kernel
+from tierd_engine.attention.merging import MERGE_SCRATCH_BYTES, merge_function
 from tierd_engine.attention.simd import BFLOAT16, FLOAT16, FLOAT32, UINT8
 
 Float32Array = npt.NDArray[np.float32]
@@ -95,7 +92,7 @@ def attend_pages(
         layout.value_scale, layout.value_zero, layout.group_tokens, layout.head_bytes,
         scratch_bytes, q_stride, weight_stride, batch, scale,
     )  # fmt: skip
-    kernel.make_attend(kind, rows, lanes)(job, workers)
+    kernel.attend_function(kind, rows, lanes)(job, workers)
 
 
 def _check(
@@ -132,28 +129,12 @@ def merge_partials(
     head_dim]; out_lse: [n, heads]. An lse of -inf marks an empty partial; if all
     are, so is the result. Zero parts is allowed.
     """
-    _merge(o, lse, out_o, out_lse)
-
-
-@njit(nogil=True)
-def _merge(o: Any, lse: Any, out_o: Any, out_lse: Any) -> None:
-    parts, n, heads, d = o.shape
-    for i in range(n):
-        for h in range(heads):
-            top = np.float32(-np.inf)
-            for p in range(parts):
-                top = max(top, lse[p, i, h])
-            total = 0.0
-            out_o[i, h] = np.float32(0)
-            for p in range(parts):
-                if lse[p, i, h] == -np.inf:
-                    continue
-                w = math.exp(np.float64(lse[p, i, h]) - top)
-                total += w
-                for c in range(d):
-                    out_o[i, h, c] += np.float32(w) * o[p, i, h, c]
-            if total > 0.0:
-                out_o[i, h] *= np.float32(1.0 / total)
-                out_lse[i, h] = np.float32(top + math.log(total))
-            else:
-                out_lse[i, h] = np.float32(-np.inf)
+    parts, n, heads, head_dim = o.shape
+    assert lse.shape == (parts, n, heads)
+    assert out_o.shape == (n, heads, head_dim) and out_lse.shape == (n, heads)
+    for array in (o, lse, out_o, out_lse):
+        assert array.dtype == np.float32 and array.flags.c_contiguous
+    merge_function()(
+        _address(o), _address(lse), _address(out_o), _address(out_lse),
+        _workspace.scratch_address(MERGE_SCRATCH_BYTES), parts, n * heads, head_dim,
+    )  # fmt: skip

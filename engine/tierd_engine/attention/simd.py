@@ -16,9 +16,13 @@ from typing import Any
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.extending import intrinsic, models, register_model
+from numba.core.imputils import lower_constant
+from numba.extending import NativeValue, intrinsic, models, register_model, typeof_impl, unbox
+
+from tierd_engine.attention.compiling import sources_digest, step
 
 UINT8, FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2, 3  # kinds of elements in memory
+NARROW = 16  # lanes for what a wide tile does not divide
 
 _FLOAT = ir.FloatType()
 _I32 = ir.IntType(32)
@@ -28,6 +32,8 @@ _ELEMENTS = {
     BFLOAT16: ir.IntType(16),
     FLOAT16: ir.HalfType(),
 }
+_SUFFIXES = {UINT8: "i8", FLOAT32: "f32", BFLOAT16: "i16", FLOAT16: "f16"}
+_BYTES = {UINT8: 1, FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
 
 # 2**f on [-0.5, 0.5], degree 6 at Chebyshev nodes: relative error below 2e-8.
 _NODES = np.cos((np.arange(7) + 0.5) * np.pi / 7) * 0.5
@@ -43,6 +49,48 @@ class Vector(types.Type):
         self.lanes = lanes
         self.llvm = ir.VectorType(_FLOAT, lanes)
         super().__init__(name=f"float32x{lanes}")
+
+
+class Const:
+    """A number known when a kernel is compiled: its type carries it, as a C++ template's does.
+
+    Passed through functions it makes each of them a specialisation; `number(c)` reads it.
+    """
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+class ConstType(types.Type):
+    """Numba's type of a `Const`: one type a value."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+        super().__init__(name=f"Const({value}, {sources_digest()})")
+
+
+register_model(ConstType)(models.OpaqueModel)
+
+
+@typeof_impl.register(Const)
+def _type_of_const(constant: Const, context: Any) -> ConstType:
+    return ConstType(constant.value)
+
+
+@unbox(ConstType)
+def _unbox_const(const_type: Any, instance: Any, context: Any) -> Any:
+    return NativeValue(context.context.get_dummy_value())
+
+
+@lower_constant(ConstType)
+def _lower_const(context: Any, builder: Any, const_type: Any, value: Any) -> Any:
+    return context.get_dummy_value()
+
+
+def _value(constant: Any) -> int:
+    """The number of a Const's type or of a literal int's."""
+    is_const = isinstance(constant, ConstType)
+    return int(constant.value if is_const else constant.literal_value)
 
 
 @register_model(Vector)
@@ -62,7 +110,9 @@ def _filled(number: float, lanes: int) -> Any:
     return ir.Constant(ir.VectorType(_FLOAT, lanes), [number] * lanes)
 
 
-def _call(builder: Any, name: str, result: Any, args: list[Any], flags: tuple[str, ...] = ()) -> Any:
+def _call(
+    builder: Any, name: str, result: Any, args: list[Any], flags: tuple[str, ...] = ()
+) -> Any:
     signature = ir.FunctionType(result, [arg.type for arg in args])
     function = builder.module.globals.get(name)
     if function is None:
@@ -100,37 +150,57 @@ def _pointer(builder: Any, address: Any, pointee: Any) -> Any:
     return builder.inttoptr(address, pointee.as_pointer())
 
 
+@intrinsic
+def number(typingctx: Any, constant: Any) -> Any:
+    """The number of a `Const`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(ir.IntType(64), _value(constant))
+
+    return types.int64(constant), codegen
+
+
+@intrinsic
+def element_bytes(typingctx: Any, kind: Any) -> Any:
+    """Bytes of one element of `kind` in memory."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(ir.IntType(64), _BYTES[_value(kind)])
+
+    return types.int64(kind), codegen
+
+
 @intrinsic(prefer_literal=True)
 def zeros(typingctx: Any, lanes: Any) -> Any:
     """A vector of zeros."""
-    vector = Vector(lanes.literal_value)
+    vector = Vector(_value(lanes))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _filled(0.0, vector.lanes)
 
-    return vector(types.literal(lanes.literal_value)), codegen
+    return vector(lanes), codegen
 
 
 @intrinsic(prefer_literal=True)
 def splat(typingctx: Any, lanes: Any, scalar: Any) -> Any:
     """A vector whose every lane is the float32 `scalar`."""
-    vector = Vector(lanes.literal_value)
+    vector = Vector(_value(lanes))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _splat(builder, args[1], vector.lanes)
 
-    return vector(types.literal(lanes.literal_value), types.float32), codegen
+    return vector(lanes, types.float32), codegen
 
 
 @intrinsic(prefer_literal=True)
 def load(typingctx: Any, kind: Any, lanes: Any, address: Any) -> Any:
     """`lanes` elements of `kind` at `address`, as float32."""
-    number, vector = kind.literal_value, Vector(lanes.literal_value)
+    element, vector = _value(kind), Vector(_value(lanes))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        memory = ir.VectorType(_ELEMENTS[number], vector.lanes)
+        memory = ir.VectorType(_ELEMENTS[element], vector.lanes)
         raw = builder.load(_pointer(builder, args[2], memory), align=1)
-        return _as_float32(builder, number, raw)
+        return _as_float32(builder, element, raw)
 
     return vector(kind, lanes, types.int64), codegen
 
@@ -138,18 +208,17 @@ def load(typingctx: Any, kind: Any, lanes: Any, address: Any) -> Any:
 @intrinsic(prefer_literal=True)
 def load_first(typingctx: Any, kind: Any, lanes: Any, address: Any, count: Any) -> Any:
     """As `load`, but only the first `count` elements are read; the other lanes are 0."""
-    number, vector = kind.literal_value, Vector(lanes.literal_value)
+    element, vector = _value(kind), Vector(_value(lanes))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        memory = ir.VectorType(_ELEMENTS[number], vector.lanes)
-        element = {UINT8: "i8", FLOAT32: "f32", BFLOAT16: "i16", FLOAT16: "f16"}[number]
+        memory = ir.VectorType(_ELEMENTS[element], vector.lanes)
         mask = _lanes_below(builder, args[3], vector.lanes)
         pointer = _pointer(builder, args[2], memory)
         raw = _call(
-            builder, f"llvm.masked.load.v{vector.lanes}{element}.p0", memory,
+            builder, f"llvm.masked.load.v{vector.lanes}{_SUFFIXES[element]}.p0", memory,
             [pointer, ir.Constant(_I32, 1), mask, ir.Constant(memory, None)],
         )  # fmt: skip
-        return _as_float32(builder, number, raw)
+        return _as_float32(builder, element, raw)
 
     return vector(kind, lanes, types.int64, types.int64), codegen
 
@@ -227,10 +296,10 @@ def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 @intrinsic(prefer_literal=True)
 def zero_rows(typingctx: Any, rows: Any, lanes: Any) -> Any:
     """A tile of accumulators: a tuple of `rows` vectors of zeros."""
-    tile = types.UniTuple(Vector(lanes.literal_value), rows.literal_value)
+    tile = types.UniTuple(Vector(_value(lanes)), _value(rows))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        zero = _filled(0.0, lanes.literal_value)
+        zero = _filled(0.0, _value(lanes))
         return context.make_tuple(builder, tile, [zero] * tile.count)
 
     return tile(rows, lanes), codegen
@@ -239,7 +308,7 @@ def zero_rows(typingctx: Any, rows: Any, lanes: Any) -> Any:
 @intrinsic(prefer_literal=True)
 def splat_rows(typingctx: Any, rows: Any, lanes: Any, address: Any) -> Any:
     """A tile whose row r holds the r-th float32 at `address` in every lane."""
-    tile = types.UniTuple(Vector(lanes.literal_value), rows.literal_value)
+    tile = types.UniTuple(Vector(_value(lanes)), _value(rows))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         first = _pointer(builder, args[2], _FLOAT)
@@ -247,7 +316,7 @@ def splat_rows(typingctx: Any, rows: Any, lanes: Any, address: Any) -> Any:
             builder.load(builder.gep(first, [ir.Constant(_I32, r)]), align=4)
             for r in range(tile.count)
         ]
-        vectors = [_splat(builder, scalar, lanes.literal_value) for scalar in scalars]
+        vectors = [_splat(builder, scalar, _value(lanes)) for scalar in scalars]
         return context.make_tuple(builder, tile, vectors)
 
     return tile(rows, lanes, types.int64), codegen
@@ -327,6 +396,16 @@ def add(typingctx: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
+def subtract(typingctx: Any, a: Any, b: Any) -> Any:
+    """a - b, lane by lane."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fsub(*args)
+
+    return a(a, a), codegen
+
+
+@intrinsic
 def multiply(typingctx: Any, a: Any, b: Any) -> Any:
     """a * b, lane by lane."""
 
@@ -379,12 +458,11 @@ def max_lanes(typingctx: Any, vector: Any) -> Any:
 
 
 @intrinsic
-def exp2_below(typingctx: Any, vector: Any, top: Any) -> Any:
-    """2**(x - top) for x <= top, relative error below 2e-7; 0 below 2**-126; NaN stays."""
+def exp2(typingctx: Any, vector: Any) -> Any:
+    """2**x for x <= 0, relative error below 2e-7; 0 for x below -126; NaN stays NaN."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = vector.lanes
-        x = builder.fsub(args[0], _splat(builder, args[1], lanes))
+        (x,), lanes = args, vector.lanes
         shifted = builder.fadd(x, _filled(_ROUND, lanes))
         fraction = builder.fsub(x, builder.fsub(shifted, _filled(_ROUND, lanes)))
         power = _filled(_EXP2[0], lanes)
@@ -396,4 +474,21 @@ def exp2_below(typingctx: Any, vector: Any, top: Any) -> Any:
         is_tiny = builder.fcmp_ordered("<", x, _filled(_EXP2_MIN, lanes))
         return builder.select(is_tiny, _filled(0.0, lanes), builder.bitcast(scaled, vector.llvm))
 
-    return vector(vector, types.float32), codegen
+    return vector(vector), codegen
+
+
+@step
+def load_narrow(kind: Any, address: Any, count: Any) -> Any:
+    """NARROW elements at `address`; only the first `count` if there are fewer, then zeros."""
+    if count >= NARROW:
+        return load(kind, NARROW, address)
+    return load_first(kind, NARROW, address, count)
+
+
+@step
+def store_narrow(value: Any, address: Any, count: Any) -> None:
+    """Write NARROW lanes, or only the first `count` if that is fewer."""
+    if count >= NARROW:
+        store(value, address)
+    else:
+        store_first(value, address, count)

@@ -1,0 +1,53 @@
+"""Compiles a kernel for one signature, with Numba's disk cache where that is safe.
+
+Numba keys its cache by the one file in which a function stands, not by those of
+the functions and intrinsics that are compiled into it. So a digest of all
+kernel sources is part of the type of `Const`, hence of every kernel's
+signature: code compiled from other sources is never found.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+
+KERNEL_SOURCES = ("compiling.py", "kernel.py", "merging.py", "simd.py")
+
+# A step is compiled into a kernel and never called from Python: it needs no wrappers.
+step = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Return a digest of the sources of every kernel and intrinsic."""
+    import xxhash
+
+    from tierd.codec import intrinsics
+
+    hasher = xxhash.xxh3_64()
+    here = Path(__file__).parent
+    for path in (Path(intrinsics.__file__), *(here / name for name in KERNEL_SOURCES)):
+        hasher.update(path.read_bytes())
+    return hasher.hexdigest()
+
+
+def compile_cached(
+    function: Callable[..., None], signature: tuple[Any, ...], **options: Any
+) -> Callable[..., None]:
+    """Return `function` compiled for `signature`, loaded from Numba's disk cache if it is there.
+
+    `signature` must hold a ConstType. Where no cache folder can be written the
+    function is compiled without.
+    """
+    try:
+        dispatcher = njit(cache=True, **options)(function)
+        dispatcher.compile(signature)
+    except (RuntimeError, OSError):  # no folder for a cache; the folder is full or read-only
+        dispatcher = njit(**options)(function)
+        dispatcher.compile(signature)
+    entry: Callable[..., None] = dispatcher.get_overload(signature)
+    return entry
