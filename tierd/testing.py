@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
+
 from tierd.disk.ports import MemoryDisk
+from tierd.errors import TierdError
 
 
 class FakeClock:
@@ -21,4 +24,27 @@ class FakeClock:
         self._now_seconds += seconds
 
 
-__all__ = ["FakeClock", "MemoryDisk"]
+def failing(
+    error: TierdError,
+    numbers: Container[int],
+    *,
+    operations: Container[str] = ("create", "read", "write", "delete"),
+) -> Callable[[str, int], None]:
+    """Return a MemoryDisk's `fail` that raises `error` at the `numbers`-th of `operations`.
+
+    range(3, 4) is the third one once, range(3, 2**63) every one from the third on.
+    """
+    seen = 0
+
+    def fail(operation: str, _count: int) -> None:
+        nonlocal seen
+        if operation not in operations:
+            return
+        seen += 1
+        if seen in numbers:
+            raise error
+
+    return fail
+
+
+__all__ = ["FakeClock", "MemoryDisk", "failing"]

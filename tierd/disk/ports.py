@@ -6,6 +6,10 @@
 Whole reads and writes, or a typed error: short I/O is continued, the end of a
 file is an error. Offsets, lengths and addresses are multiples of 4 KiB. The
 fault-injecting simulated disk and io_uring would stand here too.
+
+Invariants:
+  a handle is never used again: I/O that outlives its file cannot reach another one
+  a deleted file's blocks are free at once; its last user closes it
 """
 
 from __future__ import annotations
@@ -13,17 +17,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
+import mmap
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
-from tierd.errors import NotFound, StorageError, StorageFull
+from tierd.errors import StorageError, StorageFull
 from tierd.units import SECTOR_BYTES, format_size
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 _SLAB_SUFFIX = ".slab"
 
@@ -60,8 +69,19 @@ class DiskPort(Protocol):
         """Close everything. Idempotent."""
 
 
+@dataclass(slots=True)
+class _File:
+    """An open file; `name` is "" where it has none, `users` counts the I/O under way."""
+
+    fd: int
+    name: str
+    size_bytes: int
+    reader_fd: int = -1
+    users: int = 0
+
+
 class PosixDisk:
-    """A folder on a file system.
+    """A folder on a file system. Reads and writes may come from any thread.
 
     `ephemeral`: files have no name, so that nothing can outlive the process
     and any number of processes can share the folder. Otherwise the folder has
@@ -71,7 +91,9 @@ class PosixDisk:
 
     def __init__(self, folder: str, *, ephemeral: bool) -> None:
         self.folder, self.ephemeral = folder, ephemeral
-        self._files: dict[int, tuple[str, int]] = {}  # handle -> (name or "", reader fd)
+        self._files: dict[int, _File] = {}
+        self._handles = itertools.count(1)
+        self._mutex = threading.Lock()  # of the files' users; never held during I/O
         self._lock_fd = self._dir_fd = -1
         with self._errors():
             os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -80,7 +102,8 @@ class PosixDisk:
             if not ephemeral:
                 self._lock()
                 self._remove_leftovers()
-            self.direct = self._probe()
+            with self._errors():
+                self.direct = self._probe()
         except BaseException:
             self.close()
             raise
@@ -90,25 +113,30 @@ class PosixDisk:
 
     def _lock(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        with self._errors():
+        with self._errors(", LOCK"):
             self._lock_fd = os.open("LOCK", flags, 0o600, dir_fd=self._dir_fd)
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.pread(self._lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise StorageError(
-                f"cold folder {self.folder} is in use by process {holder}"
-            ) from None
-        os.ftruncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+            try:
+                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(self._lock_fd, 32, 0).decode(errors="replace").strip()
+                raise StorageError(
+                    f"cold folder {self.folder} is in use by process {holder or 'unknown'}"
+                ) from None
+            os.ftruncate(self._lock_fd, 0)
+            os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
 
     def _probe(self) -> bool:
-        """Return whether this file system takes O_DIRECT, by trying."""
-        with self._errors():
-            probe = self._open_unnamed(0)
+        """Return whether this file system takes O_DIRECT, by writing a sector. Raises OSError."""
+        probe = self._open_unnamed(0)
         try:
-            os.close(os.open(f"/proc/self/fd/{probe}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC))
-        except OSError:
+            direct = _reopen(probe, os.O_RDWR | os.O_DIRECT)
+            try:
+                os.pwrite(direct, mmap.mmap(-1, SECTOR_BYTES), 0)
+            finally:
+                os.close(direct)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise
             return False
         finally:
             os.close(probe)
@@ -127,70 +155,101 @@ class PosixDisk:
         os.unlink(name, dir_fd=self._dir_fd)
         return fd
 
+    def _open_named(self, name: str, flags: int) -> int:
+        flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o600, dir_fd=self._dir_fd)
+
     def _remove_leftovers(self) -> None:
-        for entry in os.listdir(self._dir_fd):
-            if entry.endswith(_SLAB_SUFFIX):
-                status = os.stat(entry, dir_fd=self._dir_fd, follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode):
-                    with self._errors():
+        with self._errors(", files of an earlier run"):
+            for entry in os.listdir(self._dir_fd):
+                if entry.endswith(_SLAB_SUFFIX):
+                    status = os.stat(entry, dir_fd=self._dir_fd, follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
                         os.unlink(entry, dir_fd=self._dir_fd)
 
     def create(self, name: str, size_bytes: int) -> int:
         """Make a file of `size_bytes`, allocated. Raises StorageFull, StorageError."""
-        flags = os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
-        file_name = "" if self.ephemeral else name + _SLAB_SUFFIX
-        with self._errors():
+        direct = os.O_DIRECT if self.direct else 0
+        with self._errors(f", a slab of {format_size(size_bytes)}"):
             if self.ephemeral:
-                handle = self._open_unnamed(flags)
+                file = _File(self._open_unnamed(direct), "", size_bytes)
             else:
-                named = flags | os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-                handle = os.open(file_name, named, 0o600, dir_fd=self._dir_fd)
-        self._files[handle] = (file_name, -1)
-        try:
-            with self._errors(f", a slab of {format_size(size_bytes)}"):
-                os.posix_fallocate(handle, 0, size_bytes)
-                reader = os.open(f"/proc/self/fd/{handle}", flags | os.O_RDONLY)
-        except StorageError:
-            self.delete(handle)
-            raise
-        self._files[handle] = (file_name, reader)
+                named = name + _SLAB_SUFFIX
+                file = _File(self._open_named(named, direct), named, size_bytes)
+            handle = next(self._handles)
+            self._files[handle] = file
+            try:
+                os.posix_fallocate(file.fd, 0, size_bytes)
+                file.reader_fd = _reopen(file.fd, os.O_RDONLY | direct)
+            except OSError:
+                self.delete(handle)
+                raise
         return handle
 
     def read_into(self, handle: int, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`. Raises StorageError."""
-        with self._errors(", read"):
-            _read_all(handle, offset, buffer)
+        with self._errors(", read"), self._using(handle) as file:
+            _assert_whole_sectors(file.size_bytes, offset, [buffer])
+            _read_all(file.fd, offset, buffer)
 
     def write(self, handle: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Write all buffers at `offset`. Raises StorageFull, StorageError."""
-        with self._errors(", write"):
-            _write_all(handle, offset, buffers)
+        with self._errors(", write"), self._using(handle) as file:
+            _assert_whole_sectors(file.size_bytes, offset, buffers)
+            _write_all(file.fd, offset, buffers)
 
     def reader_fd(self, handle: int) -> int:
         """Return an fd opened for reading alone; it stays the disk's."""
-        return self._files[handle][1]
+        return self._files[handle].reader_fd
 
     def delete(self, handle: int) -> None:
-        """Close and remove a file; its blocks are free at once, whoever still has it open."""
-        name, reader = self._files.pop(handle)
-        with contextlib.suppress(OSError):  # a failing disk must not keep us from closing
-            os.ftruncate(handle, 0)
-        os.close(handle)
-        if reader >= 0:
-            os.close(reader)
-        if name:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=self._dir_fd)
+        """Remove a file; its blocks are free at once, whoever still has it open."""
+        with self._using(handle) as file:
+            del self._files[handle]
+            # An undeletable file must not wedge those who make room: its blocks go all the
+            # same, and its name at the next start.
+            with contextlib.suppress(OSError):
+                os.ftruncate(file.fd, 0)
+            if file.name:
+                with contextlib.suppress(OSError):
+                    os.unlink(file.name, dir_fd=self._dir_fd)
+
+    @contextlib.contextmanager
+    def _using(self, handle: int) -> Iterator[_File]:
+        """Keep a file open meanwhile. Raises StorageError if it was deleted."""
+        with self._mutex:
+            file = self._files.get(handle)
+            if file is None:
+                raise StorageError(f"cold folder {self.folder}: the file was deleted")
+            file.users += 1
+        try:
+            yield file
+        finally:
+            with self._mutex:
+                file.users -= 1
+                if file.users == 0 and handle not in self._files:
+                    os.close(file.fd)
+                    if file.reader_fd >= 0:
+                        os.close(file.reader_fd)
 
     def free_bytes(self) -> int:
-        """Return the bytes that this user may still allocate."""
-        status = os.fstatvfs(self._dir_fd)
+        """Return the bytes that this user may still allocate. Raises StorageError."""
+        with self._errors():
+            status = os.fstatvfs(self._dir_fd)
         return status.f_bavail * status.f_frsize
 
     def describe(self) -> str:
         """Return one line for people."""
         how = "O_DIRECT" if self.direct else "buffered: the file system refuses O_DIRECT"
         return f"posix, {how}"
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if two files share an fd, or one is used a negative time."""
+        with self._mutex:
+            fds = [fd for file in self._files.values() for fd in (file.fd, file.reader_fd)]
+            users = [file.users for file in self._files.values()]
+        assert len(set(fds)) == len(fds), f"{sorted(fds)=}"
+        assert min(users, default=0) >= 0, f"{users=}"
 
     def close(self) -> None:
         """Delete the files, release the lock. Idempotent."""
@@ -208,19 +267,31 @@ class PosixDisk:
         self.close()
 
 
-def _read_all(handle: int, offset: int, buffer: memoryview) -> None:
+def _reopen(fd: int, flags: int) -> int:
+    """Return another open file description of a file that may have no name. Raises OSError."""
+    return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+
+
+def _assert_whole_sectors(file_bytes: int, offset: int, buffers: Sequence[memoryview]) -> None:
+    lengths = [len(buffer) for buffer in buffers]
+    aligned = all(length % SECTOR_BYTES == 0 for length in (offset, *lengths))
+    assert aligned and offset >= 0, f"{offset=} {lengths=}"
+    assert offset + sum(lengths) <= file_bytes, f"{offset=} {lengths=} {file_bytes=}"
+
+
+def _read_all(fd: int, offset: int, buffer: memoryview) -> None:
     done = 0
     while done < len(buffer):
-        got = os.preadv(handle, [buffer[done:]], offset + done)
+        got = os.preadv(fd, [buffer[done:]], offset + done)
         if got == 0:
             raise StorageError(f"the file ends at {offset + done}, before the page does")
         done += got
 
 
-def _write_all(handle: int, offset: int, buffers: Sequence[memoryview]) -> None:
-    left = list(buffers)
+def _write_all(fd: int, offset: int, buffers: Sequence[memoryview]) -> None:
+    left = [buffer for buffer in buffers if len(buffer)]
     while left:
-        wrote = os.pwritev(handle, left, offset)
+        wrote = os.pwritev(fd, left, offset)
         if wrote == 0:
             raise StorageError("the disk took no bytes")
         offset += wrote
@@ -240,7 +311,12 @@ def _storage_errors(what: str) -> Iterator[None]:
 
 
 class MemoryDisk:
-    """A disk in memory. Faults: `fail` is called with (operation, count) before each one."""
+    """A disk in memory, the fake for tests.
+
+    `fail(operation, count)` is called before each operation ("create", "read",
+    "write", "delete"; count from 1): what it raises is the operation's error,
+    and it may let a fake clock advance. See tierd.testing.failing.
+    """
 
     def __init__(
         self, capacity_bytes: int = 2**40, fail: Callable[[str, int], None] | None = None
@@ -250,7 +326,7 @@ class MemoryDisk:
         self.operations = 0
         self.direct = False
         self._fail = fail
-        self._next = 1
+        self._handles = itertools.count(1)
 
     def _begin(self, operation: str) -> None:
         self.operations += 1
@@ -258,33 +334,32 @@ class MemoryDisk:
             self._fail(operation, self.operations)
 
     def create(self, name: str, size_bytes: int) -> int:
-        """Make a file of zeros."""
+        """Make a file of zeros. Raises StorageFull."""
         self._begin("create")
         if size_bytes > self.free_bytes():
             raise StorageFull(f"memory disk: no {format_size(size_bytes)} left for {name}")
-        self._next += 1
-        self.files[self._next] = bytearray(size_bytes)
-        return self._next
+        handle = next(self._handles)
+        self.files[handle] = bytearray(size_bytes)
+        return handle
 
     def read_into(self, handle: int, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer`."""
+        """Fill `buffer`. Raises StorageError."""
         self._begin("read")
-        assert offset % SECTOR_BYTES == 0 and len(buffer) % SECTOR_BYTES == 0
-        data = self._file(handle)[offset : offset + len(buffer)]
-        if len(data) < len(buffer):
-            raise StorageError(f"the file ends at {offset + len(data)}, before the page does")
-        buffer[:] = data
+        file = self._file(handle)
+        _assert_whole_sectors(len(file), offset, [buffer])
+        buffer[:] = file[offset : offset + len(buffer)]
 
     def write(self, handle: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Write all buffers."""
+        """Write all buffers. Raises StorageError."""
         self._begin("write")
+        file = self._file(handle)
+        _assert_whole_sectors(len(file), offset, buffers)
         data = b"".join(buffers)
-        assert offset % SECTOR_BYTES == 0 and len(data) % SECTOR_BYTES == 0
-        self._file(handle)[offset : offset + len(data)] = data
+        file[offset : offset + len(data)] = data
 
     def _file(self, handle: int) -> bytearray:
         if handle not in self.files:
-            raise NotFound(f"memory disk has no file {handle}")
+            raise StorageError("memory disk: the file was deleted")
         return self.files[handle]
 
     def flip_bit(self, handle: int, bit: int) -> None:
