@@ -17,31 +17,23 @@ import os
 import secrets
 import socket
 import stat
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tierd.errors import (
     ConfigError,
-    DaemonUnavailable,
-    DeadlineExceeded,
     InvalidArgument,
     PermissionDenied,
     TierdError,
     TierFull,
-    error_for_reason,
 )
 from tierd.memory.fds import peer_credentials, receive_message, send_message
+from tierd.rpc.handshake import ENGINE, PROTOCOL_VERSION, TOOL, socket_address
 
-PROTOCOL_VERSION = 1
-ENGINE, TOOL = "engine", "tool"
 _BACKLOG = 64
 # Linux 6.5's socket option for a race-free pidfd of the peer; Python 3.11 has no name for it.
 _SO_PEERPIDFD = 77
-
-
-# -- the daemon's side ------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,11 +226,6 @@ def remove_stale_socket(path: str) -> None:
     raise ConfigError(f"service.socket: another daemon serves {path}")
 
 
-def _address(path: str) -> str:
-    """Return what bind and connect take: "@name" is an abstract socket, which has no file."""
-    return f"\0{path[1:]}" if path.startswith("@") else path
-
-
 def _listen(path: str) -> socket.socket:
     is_file = not path.startswith("@")
     if is_file:
@@ -248,7 +235,7 @@ def _listen(path: str) -> socket.socket:
         socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
     )
     try:
-        listener.bind(_address(path))
+        listener.bind(socket_address(path))
         if is_file:
             os.chmod(path, 0o600)
         listener.listen(_BACKLOG)
@@ -256,95 +243,3 @@ def _listen(path: str) -> socket.socket:
         listener.close()
         raise ConfigError(f"service.socket: {path}: {error.strerror}") from None
     return listener
-
-
-# -- the client's side ------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SlabGrant:
-    """A slab as passed by the daemon. `fd` is the receiver's to close."""
-
-    tier: int
-    slot_bytes: int
-    slots: int
-    direct: bool
-    fd: int
-
-
-class BootstrapClient:
-    """A client's connection to the first door. Thread-safe; every wait has a deadline."""
-
-    def __init__(self, sock: socket.socket, path: str, hello: dict[str, Any], fds: list[int]):
-        self._sock = sock
-        self._path = path
-        self._lock = threading.Lock()
-        self.token: str = hello["token"]
-        self.boot_id: str = hello["boot_id"]
-        self.rpc_target: str = hello["rpc"]
-        self.engine_id: int = hello["client_id"]
-        self.store_uuid: bytes = hello["store_uuid"]
-        self.epoch_fd: int | None = fds[0] if fds else None
-
-    @classmethod
-    def connect(
-        cls, path: str, kind: str = ENGINE, deadline_seconds: float = 5.0
-    ) -> BootstrapClient:
-        """Connect and say hello. Raises DaemonUnavailable naming the socket, or what it answers."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        sock.settimeout(deadline_seconds)
-        try:
-            sock.connect(_address(path))
-        except OSError as error:
-            sock.close()
-            raise DaemonUnavailable(
-                f"no daemon answers at {path}: {error.strerror or error}"
-            ) from None
-        try:
-            request = {"v": PROTOCOL_VERSION, "op": "hello", "kind": kind}
-            hello, fds = _exchange(sock, path, request)
-        except BaseException:
-            sock.close()
-            raise
-        return cls(sock, path, hello, fds)
-
-    def session_fds(self, session_number: int) -> int:
-        """Return the page table's fd of a session of this engine; the caller owns it."""
-        _, fds = self._ask({"op": "session_fds", "session": session_number})
-        return fds[0]
-
-    def slab(self, slab_id: int) -> SlabGrant:
-        """Return a slab of this engine's namespaces; the caller owns its fd."""
-        fields, fds = self._ask({"op": "slab", "slab": slab_id})
-        return SlabGrant(
-            fields["tier"], fields["slot_bytes"], fields["slots"], fields["direct"],
-            fds[0] if fds else -1,
-        )  # fmt: skip
-
-    def _ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-        with self._lock:
-            return _exchange(self._sock, self._path, request)
-
-    def close(self) -> None:
-        """Close the connection: the daemon frees all that this client held. Idempotent."""
-        self._sock.close()
-
-
-def _exchange(
-    sock: socket.socket, path: str, request: dict[str, Any]
-) -> tuple[dict[str, Any], list[int]]:
-    try:
-        send_message(sock, request)
-        received = receive_message(sock)
-    except TimeoutError:
-        raise DeadlineExceeded(f"the daemon at {path} does not answer") from None
-    except OSError as error:
-        raise DaemonUnavailable(f"the daemon at {path} is gone: {error.strerror}") from None
-    if received is None:
-        raise DaemonUnavailable(f"the daemon at {path} has closed the connection")
-    fields, fds = received
-    if "error" in fields:
-        for fd in fds:
-            os.close(fd)
-        raise error_for_reason(str(fields["error"]), str(fields.get("message", "")))
-    return fields, fds

@@ -1,0 +1,150 @@
+"""The client's side of the bootstrap socket: hello, a token, and file descriptors.
+
+Invariants:
+  one request is under way at a time, and each has a deadline
+  after an error on the socket the connection is closed: an answer that came late
+  could be taken for the next one's
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from tierd.errors import (
+    DaemonUnavailable,
+    DeadlineExceeded,
+    InvalidArgument,
+    PermissionDenied,
+    error_for_reason,
+)
+from tierd.memory.fds import peer_credentials, receive_message, send_message
+
+PROTOCOL_VERSION = 1
+ENGINE, TOOL = "engine", "tool"
+_CONNECT_AGAIN_SECONDS = 0.01  # the daemon's backlog is full: it accepts 64 in far less
+
+
+def socket_address(path: str) -> str:
+    """Return what bind and connect take: "@name" is an abstract socket, which has no file."""
+    return f"\0{path[1:]}" if path.startswith("@") else path
+
+
+@dataclass(frozen=True, slots=True)
+class SlabGrant:
+    """A slab as passed by the daemon. `fd` is the receiver's to close."""
+
+    tier: int
+    slot_bytes: int
+    slots: int
+    direct: bool
+    fd: int
+
+
+class BootstrapClient:
+    """A client's connection to the first door. Thread-safe; every wait has a deadline."""
+
+    def __init__(self, sock: socket.socket, path: str, hello: dict[str, Any], fds: list[int]):
+        self._sock = sock
+        self._path = path
+        self._lock = threading.Lock()
+        self.token: str = hello["token"]
+        self.boot_id: str = hello["boot_id"]
+        self.rpc_target: str = hello["rpc"]
+        self.engine_id: int = hello["client_id"]
+        self.store_uuid: bytes = hello["store_uuid"]
+        self.epoch_fd: int | None = fds[0] if fds else None
+
+    @classmethod
+    def connect(
+        cls, path: str, kind: str = ENGINE, deadline_seconds: float = 5.0
+    ) -> BootstrapClient:
+        """Connect and say hello.
+
+        Raises DaemonUnavailable naming the socket, PermissionDenied (another
+        user's daemon), or what the daemon answers.
+        """
+        sock = _connected(path, deadline_seconds)
+        try:
+            request = {"v": PROTOCOL_VERSION, "op": "hello", "kind": kind}
+            hello, fds = _exchange(sock, path, request)
+        except BaseException:
+            sock.close()
+            raise
+        return cls(sock, path, hello, fds)
+
+    def session_fds(self, session_number: int) -> int:
+        """Return the page table's fd of a session of this engine; the caller owns it."""
+        _, fds = self._ask({"op": "session_fds", "session": session_number})
+        if len(fds) != 1:
+            raise InvalidArgument(f"the daemon at {self._path} passed {len(fds)} fds, not 1")
+        return fds[0]
+
+    def slab(self, slab_id: int) -> SlabGrant:
+        """Return a slab of this engine's namespaces; the caller owns its fd."""
+        fields, fds = self._ask({"op": "slab", "slab": slab_id})
+        return SlabGrant(
+            fields["tier"], fields["slot_bytes"], fields["slots"], fields["direct"],
+            fds[0] if fds else -1,
+        )  # fmt: skip
+
+    def _ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+        with self._lock:
+            try:
+                return _exchange(self._sock, self._path, request)
+            except DaemonUnavailable:
+                self._sock.close()
+                raise
+
+    def close(self) -> None:
+        """Close the connection: the daemon frees all that this client held. Idempotent."""
+        self._sock.close()
+
+
+def _connected(path: str, deadline_seconds: float) -> socket.socket:
+    give_up_at = time.monotonic() + deadline_seconds
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        sock.settimeout(deadline_seconds)
+        while True:
+            try:
+                sock.connect(socket_address(path))
+                break
+            except BlockingIOError:
+                if time.monotonic() >= give_up_at:
+                    raise
+                time.sleep(_CONNECT_AGAIN_SECONDS)
+        _, uid, _ = peer_credentials(sock)
+        if uid not in (os.getuid(), 0):
+            raise PermissionDenied(f"the daemon at {path} is another user's (uid {uid})")
+    except OSError as error:
+        sock.close()
+        raise DaemonUnavailable(f"no daemon answers at {path}: {error.strerror or error}") from None
+    except PermissionDenied:
+        sock.close()
+        raise
+    return sock
+
+
+def _exchange(
+    sock: socket.socket, path: str, request: dict[str, Any]
+) -> tuple[dict[str, Any], list[int]]:
+    try:
+        send_message(sock, request)
+        received = receive_message(sock)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the daemon at {path} does not answer") from None
+    except OSError as error:
+        raise DaemonUnavailable(f"the daemon at {path} is gone: {error.strerror}") from None
+    if received is None:
+        raise DaemonUnavailable(f"the daemon at {path} has closed the connection")
+    fields, fds = received
+    if "error" in fields:
+        for fd in fds:
+            os.close(fd)
+        raise error_for_reason(str(fields["error"]), str(fields.get("message", "")))
+    return fields, fds

@@ -1,0 +1,182 @@
+"""Conversions between the wire's messages and tierd's own records. Pure.
+
+Enum numbers of the wire are the codecs' own; dtypes and states are mapped by name.
+What a peer sent is checked here: InvalidArgument names the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierd.errors import InvalidArgument
+from tierd.rpc.v1 import tierd_pb2 as pb
+from tierd.types import CodecId, DType, Geometry, Namespace, Place
+
+_DTYPES = {
+    DType.FLOAT32: pb.D_TYPE_FLOAT32,
+    DType.BFLOAT16: pb.D_TYPE_BFLOAT16,
+    DType.FLOAT16: pb.D_TYPE_FLOAT16,
+}
+_DTYPE_OF = {number: dtype for dtype, number in _DTYPES.items()}
+_TEXTS = ("weights_digest", "revision", "adapters", "rope", "rank_map", "tenant_salt")
+_U32 = np.dtype("<u4")
+
+
+def session_number(session_id: str) -> int:
+    """Return the number of a session's id (16 hex digits). Raises InvalidArgument."""
+    if len(session_id) == 16:
+        try:
+            return int(session_id, 16)
+        except ValueError:
+            pass
+    raise InvalidArgument(f"{session_id!r} is not a session id: it has 16 hex digits")
+
+
+def session_id(number: int) -> str:
+    """Return a session's id for its number."""
+    return f"{number:016x}"
+
+
+def codec_of(number: int) -> CodecId | None:
+    """Return the codec; None for UNSPECIFIED. Raises InvalidArgument."""
+    if number == pb.CODEC_UNSPECIFIED:
+        return None
+    try:
+        return CodecId(number)
+    except ValueError:
+        raise InvalidArgument(f"codec {number} is unknown to this daemon") from None
+
+
+def namespace_to_wire(namespace: Namespace) -> Any:
+    """Return a namespace as a message."""
+    geometry = namespace.geometry
+    return pb.Namespace(
+        geometry=pb.Geometry(
+            layers=geometry.layers,
+            kv_heads=geometry.kv_heads,
+            head_dim=geometry.head_dim,
+            dtype=_DTYPES[geometry.dtype],
+            block_tokens=geometry.block_tokens,
+        ),
+        codec=int(namespace.codec),
+        format_version=namespace.format_version,
+        **{name: getattr(namespace, name) for name in _TEXTS},
+    )
+
+
+def namespace_from_wire(message: Any) -> Namespace:
+    """Return a namespace. Raises InvalidArgument."""
+    shape = message.geometry
+    if shape.dtype not in _DTYPE_OF:
+        raise InvalidArgument(f"geometry: dtype {shape.dtype} is unknown to this daemon")
+    codec = codec_of(message.codec)
+    if codec is None:
+        raise InvalidArgument("namespace: codec is not given")
+    geometry = Geometry(
+        shape.layers, shape.kv_heads, shape.head_dim, _DTYPE_OF[shape.dtype], shape.block_tokens
+    )
+    return Namespace(
+        geometry=geometry,
+        codec=codec,
+        format_version=message.format_version,
+        **{name: getattr(message, name) for name in _TEXTS},
+    )
+
+
+def plan_to_wire(reservation: int, blocks: Sequence[int], places: Sequence[Sequence[Place]]) -> Any:
+    """Return a plan's reply; `places[i][j]` is block i's layer j."""
+    rows = [(place.slab, place.slot, place.generation) for layers in places for place in layers]
+    columns = np.array(rows, dtype=_U32).T
+    return pb.PlanDemotionReply(
+        reservation=reservation,
+        blocks=blocks,
+        codecs=bytes(int(layers[0].codec) for layers in places),
+        slabs=columns[0].tobytes(),
+        slots=columns[1].tobytes(),
+        generations=columns[2].tobytes(),
+    )
+
+
+def u32_column(data: bytes, blocks: int) -> npt.NDArray[np.uint32]:
+    """Return a packed column as uint32 [blocks, layers]."""
+    return np.frombuffer(data, dtype=_U32).reshape(blocks, -1)
+
+
+def token_ids_to_wire(token_ids: npt.NDArray[np.uint32]) -> bytes:
+    """Return token ids as uint32 little endian."""
+    return np.ascontiguousarray(token_ids, dtype=_U32).tobytes()
+
+
+def token_ids_from_wire(data: bytes) -> npt.NDArray[np.uint32]:
+    """Return token ids, uint32 [tokens], read-only."""
+    return np.frombuffer(data, dtype=_U32)
+
+
+def session_info_to_dict(info: Any) -> dict[str, Any]:
+    """Return a session's row for people: plain values, the id first."""
+    state = pb.SessionState.Name(info.state).removeprefix("SESSION_STATE_").lower()
+    return {
+        "id": session_id(info.session),
+        "state": state,
+        "engine": info.engine_id or None,
+        "codec": CodecId(info.codec).name.lower(),
+        "tokens": info.tokens,
+        "sealed_blocks": info.sealed_blocks,
+        "warm_pages": info.warm_pages,
+        "cold_pages": info.cold_pages,
+        "unused_seconds": round(info.unused_seconds, 3),
+    }
+
+
+_TIER_FIELDS = (
+    "pages", "bytes", "capacity_bytes", "used_bytes", "peak_bytes", "slabs",
+    "reserved_slots", "retired_slots",
+)  # fmt: skip
+
+
+def snapshot_to_wire(
+    stats: dict[str, Any], *, device: str, uptime_seconds: float, clients: int
+) -> Any:
+    """Return Store.stats() (tierd/census.py has its shape) as a message. `device`: cold's."""
+    hints = stats["hints"]
+    return pb.SnapshotReply(
+        tiers={
+            name: pb.TierStats(
+                **{field: tier[field] for field in _TIER_FIELDS},
+                device=device if name == "cold" else "memory",
+            )
+            for name, tier in stats["tiers"].items()
+        },
+        counts={name: value for name, value in stats.items() if isinstance(value, int)},
+        sessions=stats["sessions"],
+        hints=pb.HintStats(
+            counts={name: value for name, value in hints.items() if name != "clients"},
+            clients={
+                name: pb.HintCounts(counts=counts) for name, counts in hints["clients"].items()
+            },
+        ),
+        uptime_seconds=uptime_seconds,
+        clients=clients,
+    )
+
+
+def snapshot_to_dict(reply: Any) -> dict[str, Any]:
+    """Return a snapshot as plain values: census.py's shape, with `device` of each tier."""
+    return {
+        "tiers": {
+            name: {field: getattr(tier, field) for field in (*_TIER_FIELDS, "device")}
+            for name, tier in sorted(reply.tiers.items(), reverse=True)  # warm, cold
+        },
+        **{name: reply.counts[name] for name in sorted(reply.counts)},
+        "sessions": dict(reply.sessions),
+        "hints": {
+            **dict(reply.hints.counts),
+            "clients": {name: dict(c.counts) for name, c in reply.hints.clients.items()},
+        },
+        "uptime_seconds": reply.uptime_seconds,
+        "clients": reply.clients,
+    }
