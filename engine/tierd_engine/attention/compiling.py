@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from numba import njit
 
-KERNEL_SOURCES = ("compiling.py", "kernel.py", "merging.py", "simd.py")
+KERNEL_SOURCES = ("compiling.py", "kernel.py", "merging.py", "simd.py", "team.py")
 
 # A step is compiled into a kernel and never called from Python: it needs no wrappers.
-step = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+# Division is the machine's: a kernel raises nothing.
+step = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")
 
 
 @functools.cache
@@ -35,19 +37,28 @@ def sources_digest() -> str:
     return hasher.hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A function compiled for one signature, as Python and as C may call it."""
+
+    call: Callable[..., None]
+    address: int
+
+
 def compile_cached(
     function: Callable[..., None], signature: tuple[Any, ...], **options: Any
-) -> Callable[..., None]:
+) -> Compiled:
     """Return `function` compiled for `signature`, loaded from Numba's disk cache if it is there.
 
     `signature` must hold a ConstType. Where no cache folder can be written the
     function is compiled without.
     """
     try:
-        dispatcher = njit(cache=True, **options)(function)
+        dispatcher = njit(cache=True, error_model="numpy", **options)(function)
         dispatcher.compile(signature)
     except (RuntimeError, OSError):  # no folder for a cache; the folder is full or read-only
-        dispatcher = njit(**options)(function)
+        dispatcher = njit(error_model="numpy", **options)(function)
         dispatcher.compile(signature)
-    entry: Callable[..., None] = dispatcher.get_overload(signature)
-    return entry
+    (result,) = dispatcher.overloads.values()
+    name = result.fndesc.llvm_cfunc_wrapper_name
+    return Compiled(result.entry_point, result.library.get_pointer_to_function(name))

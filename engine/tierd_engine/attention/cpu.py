@@ -21,19 +21,35 @@ from tierd.codec.layout import PageLayout
 from tierd.types import CodecId, DType
 from tierd_engine.attention import kernel
 from tierd_engine.attention.merging import MERGE_SCRATCH_BYTES, merge_function
-from tierd_engine.attention.simd import BFLOAT16, FLOAT16, FLOAT32, UINT8
+from tierd_engine.attention.simd import BFLOAT16, FLOAT16, FLOAT32, NARROW, UINT8
+from tierd_engine.attention.team import team_function
 
 Float32Array = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 
 _RAW_KINDS = {DType.FLOAT32: FLOAT32, DType.BFLOAT16: BFLOAT16, DType.FLOAT16: FLOAT16}
 
+_LAYOUT_FIELDS = (
+    "keys", "values", "key_scale", "key_zero", "value_scale", "value_zero", "head_bytes",
+    "kv_heads", "head_dim", "group_tokens",
+)  # fmt: skip
+
 
 class _Workspace(threading.local):
     def __init__(self) -> None:
-        self.job = np.zeros(1, dtype=kernel.JOB)
+        self.jobs: dict[PageLayout, npt.NDArray[np.void]] = {}
         self.claimed = np.zeros(1, dtype=np.int64)
         self.scratch = np.empty(0, dtype=np.uint8)
+
+    def job_for(self, layout: PageLayout) -> npt.NDArray[np.void]:
+        """Return the layout's job, its own fields filled in; the next call reuses it."""
+        job = self.jobs.get(layout)
+        if job is None:
+            job = self.jobs[layout] = np.zeros(1, dtype=kernel.JOB)
+            kernel.fill_scratch_fields(job, layout.head_dim, layout.block_tokens)
+            for name in _LAYOUT_FIELDS:
+                job[name] = getattr(layout, name)
+        return job
 
     def scratch_address(self, size_bytes: int) -> int:
         if self.scratch.size < size_bytes + 64:
@@ -68,31 +84,49 @@ def attend_pages(
     first_position[p] + j <= query_positions[i]; without, all valid tokens. A page
     of which a query sees no token gives o = 0, lse = -inf.
     """
-    n, heads, head_dim = q.shape
+    n, heads, _ = q.shape
     pages = len(addresses)
     _check(q, addresses, tokens, layout, out, lse, first_position, query_positions)
     if pages * n == 0:
         return
     workers = numba.get_num_threads()
-    kind = UINT8 if layout.codec is CodecId.INT8 else _RAW_KINDS[layout.dtype]
-    rows = min(kernel.ROWS_MAX, n * heads // layout.kv_heads)
-    lanes = kernel.WIDE if layout.block_tokens >= kernel.WIDE else kernel.NARROW
-    q_stride, weight_stride, scratch_bytes = kernel.strides(head_dim, layout.block_tokens)
-    job, claimed = _workspace.job, _workspace.claimed
+    job, claimed = _workspace.job_for(layout), _workspace.claimed
     claimed[0] = 0
+    job["q"], job["addresses"], job["tokens"] = _address(q), _address(addresses), _address(tokens)
+    job["first"] = 0 if first_position is None else _address(first_position)
+    job["last"] = 0 if query_positions is None else _address(query_positions)
+    job["out"], job["lse"], job["claimed"] = _address(out), _address(lse), _address(claimed)
+    job["scratch"] = _workspace.scratch_address(workers * int(job["scratch_bytes"][0]))
+    job["pages"], job["heads"], job["share"] = pages, heads, heads // layout.kv_heads
+    job["rows"], job["scale"] = n * heads // layout.kv_heads, scale
     # Whole pages are claimed while there are many: eight claims a worker even out a noisy machine.
-    batch = layout.kv_heads if pages >= 8 * workers else 1
-    job[0] = (
-        _address(q), _address(addresses), _address(tokens),
-        0 if first_position is None else _address(first_position),
-        0 if query_positions is None else _address(query_positions),
-        _address(out), _address(lse), _workspace.scratch_address(workers * scratch_bytes),
-        _address(claimed), pages, n, heads, layout.kv_heads, head_dim,
-        layout.keys, layout.values, layout.key_scale, layout.key_zero,
-        layout.value_scale, layout.value_zero, layout.group_tokens, layout.head_bytes,
-        scratch_bytes, q_stride, weight_stride, batch, scale,
-    )  # fmt: skip
-    kernel.attend_function(kind, rows, lanes)(job, workers)
+    job["batch"] = layout.kv_heads if pages >= 8 * workers else 1
+    work = kernel.work_address(*_constants(layout, heads, n))
+    team_function()(work, _address(job), workers)
+
+
+def _rows_at_once(share: int, n: int) -> int:
+    """Query rows a kernel takes at a time, for `share` query heads a KV head.
+
+    At most two answers a model, so at most two compilations: one query, several.
+    """
+    if n == 1 and share <= kernel.ROWS_MAX:
+        return share
+    return 3 if -(-share // 3) * 3 < -(-share // 4) * 4 else 4
+
+
+def prepare(layout: PageLayout, heads: int) -> None:
+    """Compile, or load from disk, what decoding with `layout` needs, so that no step waits."""
+    for n in (1, 2):
+        kernel.work_address(*_constants(layout, heads, n))
+    team_function()
+    merge_function()
+
+
+def _constants(layout: PageLayout, heads: int, n: int) -> tuple[int, int, int]:
+    kind = UINT8 if layout.codec is CodecId.INT8 else _RAW_KINDS[layout.dtype]
+    lanes = kernel.WIDE if layout.block_tokens >= kernel.WIDE else NARROW
+    return kind, _rows_at_once(heads // layout.kv_heads, n), lanes
 
 
 def _check(

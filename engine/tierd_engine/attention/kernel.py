@@ -20,15 +20,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
-from numba import prange, types
+from numba import types
 
 from tierd.codec.intrinsics import as_array
-from tierd.units import round_up
+from tierd.units import CACHE_LINE_BYTES, round_up
 from tierd_engine.attention.compiling import compile_cached, step
 from tierd_engine.attention.simd import (
     FLOAT16,
@@ -47,7 +45,10 @@ from tierd_engine.attention.simd import (
     keep_first,
     load,
     load_first,
+    load_int32,
+    load_int64,
     load_narrow,
+    load_scalar,
     max_lanes,
     maximum,
     multiply,
@@ -70,74 +71,47 @@ ROWS_MAX = 4
 WIDE = 64  # lanes of a tile: four AVX-512 registers
 _WIDE, _NARROW = Const(WIDE), Const(NARROW)
 _UINT8, _FLOAT16, _FLOAT32 = Const(UINT8), Const(FLOAT16), Const(FLOAT32)
-_LINE_BYTES = 64
 _LOG2_E = np.float32(1.4426950408889634)
 _LN_2 = 0.6931471805599453
 _MINUS_INF = np.float32(-np.inf)
 _ZERO = np.float32(0.0)
 
-# One call's arguments. Addresses are absolute; offsets, inside a head, in bytes.
+# One call's arguments. The first line: absolute addresses; the second: where in a worker's
+# scratch its parts stand; then offsets inside a head. All in bytes, but for the counts.
 _FIELDS = (
     "q", "addresses", "tokens", "first", "last", "out", "lse", "scratch", "claimed",
-    "pages", "queries", "heads", "kv_heads", "head_dim",
-    "keys", "values", "key_scale", "key_zero", "value_scale", "value_zero",
-    "group_tokens", "head_bytes", "scratch_bytes", "q_stride", "weight_stride", "batch",
+    "folded", "output", "weights", "stats", "q_stride", "weight_stride", "scratch_bytes",
+    "keys", "values", "key_scale", "key_zero", "value_scale", "value_zero", "head_bytes",
+    "pages", "heads", "kv_heads", "share", "rows", "head_dim", "group_tokens", "batch",
 )  # fmt: skip
 JOB = np.dtype([(name, np.int64) for name in _FIELDS] + [("scale", np.float64)])
-
-# A worker's scratch: q, q folded with the key scales, output: 4 rows of q_stride bytes each;
-# then weights: 4 rows of weight_stride; then four floats each of: initial, top, total.
-_STATS_BYTES = 64
+_TOPS, _TOTALS = 16, 32  # stats: four floats each of initial, top, total
 
 
-def strides(head_dim: int, block_tokens: int) -> tuple[int, int, int]:
-    """Return q_stride, weight_stride and scratch_bytes of a job, in bytes."""
-    q_stride = 4 * round_up(head_dim, WIDE)
-    weight_stride = 4 * round_up(block_tokens, WIDE)
-    return q_stride, weight_stride, ROWS_MAX * (3 * q_stride + weight_stride) + 2 * _STATS_BYTES
-
-
-@step
-def _folded(job: Any, scratch: Any) -> Any:
-    return scratch + ROWS_MAX * job.q_stride
-
-
-@step
-def _output(job: Any, scratch: Any) -> Any:
-    return scratch + 2 * ROWS_MAX * job.q_stride
-
-
-@step
-def _weights(job: Any, scratch: Any) -> Any:
-    return scratch + 3 * ROWS_MAX * job.q_stride
-
-
-@step
-def _stats(job: Any, scratch: Any) -> Any:
-    return _weights(job, scratch) + ROWS_MAX * job.weight_stride
+def fill_scratch_fields(job: Any, head_dim: int, block_tokens: int) -> None:
+    """Lay out a worker's scratch: rows of q, of q folded with key scales, of output, weights."""
+    q_stride, weight_stride = 4 * round_up(head_dim, WIDE), 4 * round_up(block_tokens, WIDE)
+    job["q_stride"], job["weight_stride"] = q_stride, weight_stride
+    job["folded"] = ROWS_MAX * q_stride
+    job["output"] = 2 * ROWS_MAX * q_stride
+    job["weights"] = 3 * ROWS_MAX * q_stride
+    job["stats"] = 3 * ROWS_MAX * q_stride + ROWS_MAX * weight_stride
+    job["scratch_bytes"] = job["stats"] + CACHE_LINE_BYTES
 
 
 @step
 def _row_offset(job: Any, head: Any, row: Any) -> Any:
     """Index of (query, query head) in [n, heads] for a row of a KV head."""
-    share = job.heads // job.kv_heads
-    return row // share * job.heads + head * share + row % share
-
-
-@step
-def _row_count(job: Any) -> Any:
-    return job.queries * (job.heads // job.kv_heads)
+    return row // job.share * job.heads + head * job.share + row % job.share
 
 
 @step
 def _visible(job: Any, page: Any, row: Any) -> Any:
     """How many tokens of the page a row sees."""
-    tokens = np.int64(as_array(job.tokens, job.pages, np.int32)[page])
+    tokens = load_int32(job.tokens + 4 * page)
     if job.first == 0:
         return tokens
-    query = row // (job.heads // job.kv_heads)
-    first = as_array(job.first, job.pages, np.int64)[page]
-    last = as_array(job.last, job.queries, np.int64)[query]
+    first, last = load_int64(job.first + 8 * page), load_int64(job.last + 8 * (row // job.share))
     return max(0, min(tokens, last - first + 1))
 
 
@@ -151,7 +125,7 @@ def _load_queries(rows: Any, job: Any, head: Any, row: Any, scratch: Any) -> Non
         target = scratch + r * job.q_stride
         for c in range(0, d, NARROW):
             q = zeros(NARROW)
-            if row + r < _row_count(job):
+            if row + r < job.rows:
                 q = multiply(factor, load_narrow(_FLOAT32, source + 4 * c, d - c))
             store(q, target + 4 * c)
 
@@ -160,20 +134,20 @@ def _load_queries(rows: Any, job: Any, head: Any, row: Any, scratch: Any) -> Non
 def _store_outputs(rows: Any, job: Any, page: Any, head: Any, row: Any, scratch: Any) -> None:
     """Normalise the rows that are there and write them and their lse."""
     d = job.head_dim
-    stats = as_array(_stats(job, scratch), (2, NARROW), np.float32)[1]
-    for r in range(min(number(rows), _row_count(job) - row)):
-        at = page * job.queries * job.heads + _row_offset(job, head, row + r)
-        source = _output(job, scratch) + r * job.q_stride
+    for r in range(min(number(rows), job.rows - row)):
+        at = page * job.rows * job.kv_heads + _row_offset(job, head, row + r)
+        source = scratch + job.output + r * job.q_stride
         target = job.out + 4 * d * at
         is_empty = _visible(job, page, row + r) == 0
-        share = splat(NARROW, _ZERO if is_empty else np.float32(1.0) / stats[ROWS_MAX + r])
+        total = load_scalar(scratch + job.stats + _TOTALS + 4 * r)
+        share = splat(NARROW, np.float32(1.0) / total)
         for c in range(0, d, NARROW):
             o = zeros(NARROW)
             if not is_empty:
                 o = multiply(share, load(FLOAT32, NARROW, source + 4 * c))
             store_narrow(o, target + 4 * c, d - c)
-        top, total = np.float64(stats[r]), np.float64(stats[ROWS_MAX + r])
-        lse = -np.inf if is_empty else top * _LN_2 + math.log(total)
+        top = np.float64(load_scalar(scratch + job.stats + _TOPS + 4 * r))
+        lse = -np.inf if is_empty else top * _LN_2 + math.log(np.float64(total))
         store_scalar(np.float32(lse), job.lse + 4 * at)
 
 
@@ -187,10 +161,10 @@ def _weighted_sum(
     `ahead`: where the bytes that will be read next lie, in the same shape.
     """
     tile = splat_rows(rows, lanes, initial)
-    lines = (number(lanes) * element_bytes(kind) + _LINE_BYTES - 1) // _LINE_BYTES
+    lines = (number(lanes) * element_bytes(kind) + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES
     for i in range(count):
         for line in range(lines):
-            prefetch(ahead + i * row_bytes + line * _LINE_BYTES)
+            prefetch(ahead + i * row_bytes + line * CACHE_LINE_BYTES)
         tile = add_outer(tile, weights + 4 * i, stride, load(kind, lanes, matrix + i * row_bytes))
     store_rows(tile, result, result_stride)
 
@@ -220,8 +194,8 @@ def _fold(rows: Any, job: Any, base: Any, group: Any, scratch: Any) -> None:
         zero = load_narrow(_FLOAT16, offsets + 2 * c, d - c)
         constants = add_products(constants, scratch + 4 * c, job.q_stride, zero)
         folded = add_products(zero_rows(rows, NARROW), scratch + 4 * c, job.q_stride, scale)
-        store_rows(folded, _folded(job, scratch) + 4 * c, job.q_stride)
-    store_sums(constants, _stats(job, scratch), 4)
+        store_rows(folded, scratch + job.folded + 4 * c, job.q_stride)
+    store_sums(constants, scratch + job.stats, 4)
 
 
 @step
@@ -230,11 +204,11 @@ def _scores_int8(rows: Any, lanes: Any, job: Any, base: Any, seen: Any, scratch:
     for group in range((seen + size - 1) // size):
         _fold(rows, job, base, group, scratch)
         codes = base + job.keys + group * size * d
-        result = _weights(job, scratch) + 4 * group * size
+        result = scratch + job.weights + 4 * group * size
         for j in range(0, size, number(lanes)):
             _weighted_sum(
-                _UINT8, rows, lanes, codes + j, size, d, _folded(job, scratch), job.q_stride,
-                _stats(job, scratch), result + 4 * j, job.weight_stride,
+                _UINT8, rows, lanes, codes + j, size, d, scratch + job.folded, job.q_stride,
+                scratch + job.stats, result + 4 * j, job.weight_stride,
                 codes + j + (job.values - job.keys),
             )  # fmt: skip
 
@@ -245,7 +219,7 @@ def _scores_raw(kind: Any, rows: Any, job: Any, base: Any, seen: Any, scratch: A
     whole = d - d % NARROW
     for j in range(seen):
         key = base + job.keys + size * d * j
-        for line in range(0, size * d, _LINE_BYTES):
+        for line in range(0, size * d, CACHE_LINE_BYTES):
             prefetch(key + line + (job.values - job.keys))
         tile = zero_rows(rows, NARROW)
         for c in range(0, whole, NARROW):
@@ -254,7 +228,7 @@ def _scores_raw(kind: Any, rows: Any, job: Any, base: Any, seen: Any, scratch: A
         if whole < d:
             last = load_first(kind, NARROW, key + size * whole, d - whole)
             tile = add_products(tile, scratch + 4 * whole, job.q_stride, last)
-        store_sums(tile, _weights(job, scratch) + 4 * j, job.weight_stride)
+        store_sums(tile, scratch + job.weights + 4 * j, job.weight_stride)
 
 
 @step
@@ -263,10 +237,9 @@ def _softmax(
     scratch: Any,
 ) -> None:  # fmt: skip
     """Scores to weights; for int8 initial[r] = sum_j w_j zero_j, then w_j *= scale_j."""
-    stats = as_array(_stats(job, scratch), (2, NARROW), np.float32)
     for r in range(number(rows)):
-        weights = _weights(job, scratch) + r * job.weight_stride
-        count = _visible(job, page, row + r) if row + r < _row_count(job) else 0
+        weights = scratch + job.weights + r * job.weight_stride
+        count = _visible(job, page, row + r) if row + r < job.rows else 0
         tops = splat(lanes, _MINUS_INF)
         for j in range(0, seen, number(lanes)):
             s = load(FLOAT32, lanes, weights + 4 * j)
@@ -289,9 +262,10 @@ def _softmax(
                 offsets = fma(w, zero, offsets)
                 w = multiply(w, scale)
             store(w, weights + 4 * j)
-        stats[0, r] = sum_lanes(offsets)
-        stats[1, r] = top
-        stats[1, ROWS_MAX + r] = sum_lanes(totals)
+        stats = scratch + job.stats + 4 * r
+        store_scalar(sum_lanes(offsets), stats)
+        store_scalar(top, stats + _TOPS)
+        store_scalar(sum_lanes(totals), stats + _TOTALS)
 
 
 @step
@@ -299,31 +273,31 @@ def _values(
     kind: Any, rows: Any, job: Any, base: Any, seen: Any, ahead: Any, scratch: Any
 ) -> None:
     d, size = job.head_dim, element_bytes(kind)
-    weights, stride = _weights(job, scratch), job.weight_stride
+    weights, stride = scratch + job.weights, job.weight_stride
     c = 0
     while c + WIDE <= d:
         _weighted_sum(
             kind, rows, _WIDE, base + job.values + size * c, size * d, seen, weights, stride,
-            _stats(job, scratch), _output(job, scratch) + 4 * c, job.q_stride, ahead + size * c,
+            scratch + job.stats, scratch + job.output + 4 * c, job.q_stride, ahead + size * c,
         )  # fmt: skip
         c += WIDE
     while c + NARROW <= d:
         _weighted_sum(
             kind, rows, _NARROW, base + job.values + size * c, size * d, seen, weights, stride,
-            _stats(job, scratch), _output(job, scratch) + 4 * c, job.q_stride, ahead + size * c,
+            scratch + job.stats, scratch + job.output + 4 * c, job.q_stride, ahead + size * c,
         )  # fmt: skip
         c += NARROW
     if c < d:
         _weighted_tail(
             kind, rows, d - c, base + job.values + size * c, size * d, seen, weights, stride,
-            _stats(job, scratch), _output(job, scratch) + 4 * c, job.q_stride,
+            scratch + job.stats, scratch + job.output + 4 * c, job.q_stride,
         )  # fmt: skip
 
 
 @step
 def _head_address(job: Any, task: Any) -> Any:
     page, head = task // job.kv_heads, task % job.kv_heads
-    return as_array(job.addresses, job.pages, np.int64)[page] + head * job.head_bytes
+    return load_int64(job.addresses + 8 * page) + head * job.head_bytes
 
 
 @step
@@ -333,10 +307,10 @@ def _attend_task(
     page, head = task // job.kv_heads, task % job.kv_heads
     base = _head_address(job, task)
     ahead = _head_address(job, following) + job.keys
-    for row in range(0, _row_count(job), number(rows)):
+    for row in range(0, job.rows, number(rows)):
         _load_queries(rows, job, head, row, scratch)
         seen = 0
-        for r in range(row, min(row + number(rows), _row_count(job))):
+        for r in range(row, min(row + number(rows), job.rows)):
             seen = max(seen, _visible(job, page, r))
         if seen > 0:
             if number(kind) == UINT8:
@@ -348,9 +322,9 @@ def _attend_task(
         _store_outputs(rows, job, page, head, row, scratch)
 
 
-@step
-def _work(kind: Any, rows: Any, lanes: Any, job: Any, index: Any) -> None:
+def _work(kind: Any, rows: Any, lanes: Any, job_address: Any, index: Any) -> None:
     """Claim batches of tasks, one batch early: what comes next is known and prefetched."""
+    job = as_array(job_address, 1, JOB)[0]
     scratch = job.scratch + index * job.scratch_bytes
     tasks = job.pages * job.kv_heads
     start = fetch_add(job.claimed, job.batch)
@@ -363,18 +337,11 @@ def _work(kind: Any, rows: Any, lanes: Any, job: Any, index: Any) -> None:
         start = following
 
 
-def _attend(kind: Any, rows: Any, lanes: Any, jobs: Any, workers: Any) -> None:
-    for index in prange(workers):
-        _work(kind, rows, lanes, jobs[0], index)
-
-
 @functools.cache
-def attend_function(kind: int, rows: int, lanes: int) -> Callable[..., None]:
-    """Return the compiled `attend(jobs, workers)` for these constants; `jobs`: [1] of JOB.
+def work_address(kind: int, rows: int, lanes: int) -> int:
+    """Return the address of the compiled worker for these constants, for `run_team`.
 
     Compiling takes seconds the first time on a machine, then the code is loaded from disk.
     """
     constants = [ConstType(value) for value in (kind, rows, lanes)]
-    signature = (*constants, numba.typeof(np.zeros(1, dtype=JOB)), types.int64)
-    entry = compile_cached(_attend, signature, parallel=True, nogil=True)
-    return functools.partial(entry, Const(kind), Const(rows), Const(lanes))
+    return compile_cached(_work, (*constants, types.int64, types.int64), nogil=True).address

@@ -102,4 +102,4 @@ def merge_function() -> Callable[..., None]:
     """Return the compiled merge without its first argument: see `_merge`."""
     constant = Const(0)
     signature = (ConstType(0), *(types.int64,) * 8)
-    return functools.partial(compile_cached(_merge, signature, nogil=True), constant)
+    return functools.partial(compile_cached(_merge, signature, nogil=True).call, constant)

@@ -41,7 +41,7 @@ def attend_reference(
     head h // (heads / kv_heads). Zero tokens, or none visible, is the empty set.
     """
     n, heads, head_dim = q.shape
-    kv_heads, tokens, _ = keys.shape
+    kv_heads = keys.shape[0]
     folded = q.astype(np.float64).reshape(n, kv_heads, heads // kv_heads, head_dim)
     scores = scale * np.einsum("nkrd,ktd->nkrt", folded, keys.astype(np.float64))
     if visible is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba import types
 from numba.core.imputils import lower_constant
 from numba.extending import NativeValue, intrinsic, models, register_model, typeof_impl, unbox
@@ -26,6 +26,7 @@ NARROW = 16  # lanes for what a wide tile does not divide
 
 _FLOAT = ir.FloatType()
 _I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
 _ELEMENTS = {
     UINT8: ir.IntType(8),
     FLOAT32: _FLOAT,
@@ -42,7 +43,7 @@ _ROUND = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the 
 _EXP2_MIN = -126.0  # below, the result would be subnormal: it is 0
 
 
-class Vector(types.Type):
+class Vector(types.Type):  # type: ignore[misc]  # Numba is untyped
     """`lanes` float32 side by side."""
 
     def __init__(self, lanes: int) -> None:
@@ -61,7 +62,7 @@ class Const:
         self.value = value
 
 
-class ConstType(types.Type):
+class ConstType(types.Type):  # type: ignore[misc]
     """Numba's type of a `Const`: one type a value."""
 
     def __init__(self, value: int) -> None:
@@ -94,7 +95,7 @@ def _value(constant: Any) -> int:
 
 
 @register_model(Vector)
-class _VectorModel(models.PrimitiveModel):
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, vector: Vector) -> None:
         super().__init__(manager, vector, vector.llvm)
 
@@ -155,7 +156,7 @@ def number(typingctx: Any, constant: Any) -> Any:
     """The number of a `Const`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(ir.IntType(64), _value(constant))
+        return ir.Constant(_I64, _value(constant))
 
     return types.int64(constant), codegen
 
@@ -165,7 +166,7 @@ def element_bytes(typingctx: Any, kind: Any) -> Any:
     """Bytes of one element of `kind` in memory."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(ir.IntType(64), _BYTES[_value(kind)])
+        return ir.Constant(_I64, _BYTES[_value(kind)])
 
     return types.int64(kind), codegen
 
@@ -249,6 +250,36 @@ def store_first(typingctx: Any, value: Any, address: Any, count: Any) -> Any:
 
 
 @intrinsic
+def load_scalar(typingctx: Any, address: Any) -> Any:
+    """The float32 at `address`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_pointer(builder, args[0], _FLOAT), align=4)
+
+    return types.float32(types.int64), codegen
+
+
+@intrinsic
+def load_int32(typingctx: Any, address: Any) -> Any:
+    """The int32 at `address`, as int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sext(builder.load(_pointer(builder, args[0], _I32), align=4), _I64)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def load_int64(typingctx: Any, address: Any) -> Any:
+    """The int64 at `address`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_pointer(builder, args[0], _I64), align=8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
 def store_scalar(typingctx: Any, value: Any, address: Any) -> Any:
     """Write a float32 to `address`."""
 
@@ -273,11 +304,25 @@ def prefetch(typingctx: Any, address: Any) -> Any:
 
 
 @intrinsic
+def call_work(typingctx: Any, function: Any, job: Any, index: Any) -> Any:
+    """Call the compiled worker at address `function` with a job's address and its own index."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        const = ir.IntType(8).as_pointer()
+        work = ir.FunctionType(ir.VoidType(), [const, const, const, _I64, _I64])
+        nothing = [ir.Constant(const, None)] * 3  # its three Consts: a type is all they are
+        builder.call(_pointer(builder, args[0], work), [*nothing, args[1], args[2]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
 def fetch_add(typingctx: Any, address: Any, step: Any) -> Any:
     """Add `step` to the int64 at `address`, atomically; return what was there."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _pointer(builder, args[0], ir.IntType(64))
+        pointer = _pointer(builder, args[0], _I64)
         return builder.atomic_rmw("add", pointer, args[1], "monotonic")
 
     return types.int64(types.int64, types.int64), codegen
