@@ -77,7 +77,7 @@ class _Connection:
 
 
 class BootstrapServer:
-    """Listens on `path`. All methods are for the event loop's thread."""
+    """Has `path` from the start; answers from `serve` on. For the event loop's thread alone."""
 
     def __init__(self, path: str, host: Host, *, connections_max: int) -> None:
         self.path = path
@@ -87,6 +87,9 @@ class BootstrapServer:
         self._next_client = 1
         self._loop = asyncio.get_running_loop()
         self._listener = _listen(path)
+
+    def serve(self) -> None:
+        """Let clients in; who came before has waited in the backlog."""
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def _accept(self) -> None:

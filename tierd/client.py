@@ -124,11 +124,12 @@ class Client:
             os.close(bootstrap.epoch_fd)
         self._metadata = call_metadata(bootstrap)
         self._channel = grpc.insecure_channel(bootstrap.rpc_target, options=CHANNEL_OPTIONS)
-        self._sessions: Any = pb_grpc.SessionsStub(self._channel)
-        self._placement: Any = pb_grpc.PlacementStub(self._channel)
-        self._hints: Any = pb_grpc.HintsStub(self._channel)
-        self._stats: Any = pb_grpc.StatsStub(self._channel)
-        self._admin: Any = pb_grpc.AdminStub(self._channel)
+        stubs: Any = pb_grpc  # generated without types
+        self._sessions = stubs.SessionsStub(self._channel)
+        self._placement = stubs.PlacementStub(self._channel)
+        self._hints = stubs.HintsStub(self._channel)
+        self._stats = stubs.StatsStub(self._channel)
+        self._admin = stubs.AdminStub(self._channel)
 
     @classmethod
     def connect(cls, socket: str, *, kind: str = "engine", deadline_seconds: float = 5.0) -> Client:
@@ -149,7 +150,8 @@ class Client:
     def resume(self, session_id: str, namespace: Namespace, max_tokens: int) -> SessionHandle:
         """Take over a suspended session.
 
-        The handle's `token_ids` and `sealed_blocks` say what it holds. Raises NotFound, LayoutMismatch (other namespace), StaleGeneration (not suspended).
+        The handle's `token_ids` and `sealed_blocks` say what it holds. Raises
+        NotFound, LayoutMismatch (other namespace), StaleGeneration (not suspended).
         """
         number = wire.session_number(session_id)
         request = pb.ResumeRequest(
@@ -348,7 +350,7 @@ class SessionHandle:
             session=self.number,
             hot_blocks=hot_blocks,
             need_blocks=need_blocks,
-            codec=0 if codec is None else int(codec),
+            codec=wire.codec_to_wire(codec),
             include_first=include_first,
         )
         reply = self._client.call(self._placement.PlanDemotion, request, deadline_seconds)

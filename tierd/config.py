@@ -57,6 +57,7 @@ class ServiceSettings:
     socket: str = _option("", str, "unix socket; its folder is private to the user")
     drain_seconds: float = _option(2.0, parse_duration, "time for calls in flight at the end")
     log_level: str = _option("info", str, "debug, info, warning or error")
+    metrics_port: int = _option(0, int, "port of Prometheus metrics on 127.0.0.1; 0: none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,8 @@ def embedded_config(
             "cold.folder": cold_folder or "/var/tmp",
             "cold.slab_bytes": round_up(slab_bytes, SECTOR_BYTES),
             "cold.ephemeral": True,
+            "service.log_level": "warning",
+            "service.metrics_port": 0,
         }
     )
 
@@ -232,6 +235,8 @@ def _check(config: DaemonConfig) -> None:
     ):
         if value % SECTOR_BYTES:
             raise ConfigError(f"{name} is {value}, must be a multiple of {SECTOR_BYTES}")
+    if not 0 <= config.service.metrics_port <= 65535:
+        raise ConfigError("service.metrics_port must be 0 to 65535")
     if config.cold.cap_bytes < 0:
         raise ConfigError("cold.cap_bytes must not be negative")
     if config.service.log_level not in ("debug", "info", "warning", "error"):

@@ -17,25 +17,18 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import structlog
-
 from tierd import __version__
-from tierd.bootstrap import (
-    ENGINE,
-    BootstrapServer,
-    Peer,
-    Reply,
-    make_private_folder,
-)
+from tierd.bootstrap import BootstrapServer, Peer, Reply
 from tierd.clock import SystemClock
 from tierd.config import DaemonConfig, check_memory
 from tierd.disk.ports import PosixDisk
 from tierd.disk.slabfiles import SlabFiles
 from tierd.errors import (
+    ConfigError,
     DaemonUnavailable,
     DeadlineExceeded,
     InvalidArgument,
@@ -43,11 +36,14 @@ from tierd.errors import (
     TierdError,
 )
 from tierd.lanes import ThreadLanes
-from tierd.memory.epochs import EPOCH_PAGE_BYTES
+from tierd.logs import new_log
+from tierd.memory.epochs import EPOCH_PAGE_BYTES, QUIESCENT
 from tierd.memory.memfd import Mapping, create_memfd
 from tierd.memory.slabs import MemfdBacking
+from tierd.metrics import Metrics
 from tierd.mover import Mover
 from tierd.pools import TierParts
+from tierd.rpc.handshake import ENGINE
 from tierd.rpcserver import RpcServer
 from tierd.store import Store
 from tierd.types import Tier
@@ -55,6 +51,7 @@ from tierd.units import SECTOR_BYTES, format_size
 
 _COLD_FREE_SHARE = 0.9  # of the free space, where no cap is set: the rest stays for others
 _START_SECONDS, _STOP_SECONDS = 10.0, 10.0  # an embedded daemon's; it starts in well under one
+_SCRAPE_SECONDS = 2.0
 
 
 class Daemon:
@@ -64,7 +61,7 @@ class Daemon:
         self.config = config
         self.boot_id = secrets.token_hex(16)
         self.socket = config.service.socket
-        self._log = structlog.get_logger("tierd.daemon")
+        self.log = new_log(config.service.log_level).bind(boot=self.boot_id[:8])
         self._stack = contextlib.AsyncExitStack()
         self._stopping: asyncio.Event | None = None
 
@@ -82,8 +79,6 @@ class Daemon:
     async def _start(self) -> None:
         config = self.config
         check_memory(config)
-        if not self.socket.startswith("@"):
-            make_private_folder(os.path.dirname(self.socket) or ".")
         self._stopping = asyncio.Event()
         disk = PosixDisk(config.cold.folder, ephemeral=config.cold.ephemeral)
         self._stack.callback(disk.close)
@@ -98,25 +93,46 @@ class Daemon:
         self.mover = Mover(self.store, ThreadLanes())
         mover_task = asyncio.create_task(self._run_mover(), name="tierd-mover")
         self._stack.push_async_callback(self._stop_mover, mover_task)
+        # The bootstrap socket is bound first: it is what refuses a second daemon at one path.
+        bootstrap = BootstrapServer(
+            self.socket, _Host(self), connections_max=config.limits.connections
+        )
+        self._stack.callback(bootstrap.close)
+        metrics = Metrics()
         self.rpc = RpcServer(
             store=self.store,
             mover=self.mover,
             boot_id=self.boot_id,
             target=rpc_target(self.socket),
             in_flight_calls_max=config.limits.in_flight_calls,
-            describe=self.describe,
+            cold_device=disk.describe(),
             drain=self.drain,
+            call_done=metrics.call_done,
         )
-        await self.rpc.start()
         self._stack.push_async_callback(self.rpc.stop, config.service.drain_seconds)
-        self._bootstrap = BootstrapServer(
-            self.socket, _Host(self), connections_max=config.limits.connections
-        )
-        self._stack.callback(self._bootstrap.close)
-        self._log.info(
-            "serving", socket=self.socket, warm=format_size(config.warm.budget_bytes),
-            cold=disk.describe(),
+        await self.rpc.start()
+        if config.service.metrics_port:
+            self._stack.callback(self._serve_metrics(metrics))
+        bootstrap.serve()
+        self.log.info(
+            "serving", version=__version__, pid=os.getpid(), socket=self.socket,
+            warm_bytes=config.warm.budget_bytes, cold=disk.describe(),
         )  # fmt: skip
+
+    def _serve_metrics(self, metrics: Metrics) -> Callable[[], None]:
+        loop, port = asyncio.get_running_loop(), self.config.service.metrics_port
+
+        async def stats() -> dict[str, Any]:
+            return self.store.stats()
+
+        def snapshot() -> dict[str, Any]:
+            # A scrape comes in a thread of its own; only the loop's may touch the store.
+            return asyncio.run_coroutine_threadsafe(stats(), loop).result(_SCRAPE_SECONDS)
+
+        try:
+            return metrics.serve(port, snapshot)
+        except OSError as error:
+            raise ConfigError(f"service.metrics_port: {port}: {error.strerror}") from None
 
     def _cold_bytes(self, disk: PosixDisk) -> int:
         free = int(disk.free_bytes() * _COLD_FREE_SHARE)
@@ -158,17 +174,7 @@ class Daemon:
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
-        self._log.info("stopping")
-
-    def describe(self) -> dict[str, Any]:
-        """Return what the daemon is: version, boot id, pid, how its disk is used."""
-        return {
-            "version": __version__,
-            "boot_id": self.boot_id,
-            "pid": os.getpid(),
-            "cold_device": self.disk.describe(),
-            "cold_direct": self.disk.direct,
-        }
+        self.log.info("stopping")
 
 
 class _Host:
@@ -186,10 +192,11 @@ class _Host:
             fd = create_memfd("tierd-epoch", EPOCH_PAGE_BYTES)
             self._epoch_fds[peer.client_id] = fd
             page = Mapping(fd, EPOCH_PAGE_BYTES, writable=True)
-            page.buffer[:8] = b"\xff" * 8  # QUIESCENT, until the engine's first step
+            page.buffer[:8] = QUIESCENT.to_bytes(8, "little")  # until the engine's first step
             daemon.store.register_engine(peer.client_id, peer.pid, page)
             fds = (fd,)
         daemon.rpc.tokens.issue(peer.token, peer.client_id, peer.kind)
+        daemon.log.debug("client came", client=peer.client_id, kind=peer.kind, pid=peer.pid)
         fields = {
             "token": peer.token,
             "boot_id": daemon.boot_id,
@@ -221,12 +228,13 @@ class _Host:
     def depart(self, peer: Peer) -> None:
         """Free all that a client held."""
         daemon = self._daemon
-        daemon.rpc.tokens.revoke(peer.token)
+        daemon.rpc.tokens.revoke(peer.client_id)
         if peer.kind == ENGINE:
             daemon.store.drop_engine(peer.client_id)
             os.close(self._epoch_fds.pop(peer.client_id))
         daemon.store.drop_client(str(peer.client_id))
         daemon.mover.wake()
+        daemon.log.debug("client left", client=peer.client_id, kind=peer.kind, pid=peer.pid)
 
 
 def rpc_target(socket: str) -> str:
@@ -267,6 +275,8 @@ class EmbeddedDaemon:
         self._thread.join(_STOP_SECONDS)
         if self._thread.is_alive():
             raise DeadlineExceeded(f"the embedded daemon did not stop in {_STOP_SECONDS:.0f} s")
+        if self._error is not None:
+            raise DaemonUnavailable("the embedded daemon has failed") from self._error
 
     def _run(self) -> None:
         try:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tierd.errors import InvalidArgument, NotFound, TierFull
@@ -115,9 +115,10 @@ class _Score:
 
 
 class HintBook:
-    """All open hints, and how each client's ended."""
+    """All open hints, and how each client's ended. `on_settled` is told of each end, if set."""
 
     def __init__(self) -> None:
+        self.on_settled: Callable[[Hint, Outcome], None] | None = None
         self._open: dict[int, Hint] = {}
         self._of_session: dict[int, set[int]] = {}
         self._scores: OrderedDict[str, _Score] = OrderedDict()
@@ -254,6 +255,8 @@ class HintBook:
             del self._of_session[hint.wish.session]
         self._counts[outcome] += 1
         self._score(hint.wish.client_id).add(outcome)
+        if self.on_settled is not None:
+            self.on_settled(hint, outcome)
 
     def _score(self, client_id: str) -> _Score:
         score = self._scores.setdefault(client_id, _Score())

@@ -1,6 +1,6 @@
 """Conversions between the wire's messages and tierd's own records. Pure.
 
-Enum numbers of the wire are the codecs' own; dtypes and states are mapped by name.
+Codecs have their own numbers on the wire, as on disk.
 What a peer sent is checked here: InvalidArgument names the field.
 """
 
@@ -22,6 +22,7 @@ _DTYPES = {
     DType.FLOAT16: pb.D_TYPE_FLOAT16,
 }
 _DTYPE_OF = {number: dtype for dtype, number in _DTYPES.items()}
+_CODECS = {CodecId.RAW: pb.CODEC_RAW, CodecId.INT8: pb.CODEC_INT8}
 _TEXTS = ("weights_digest", "revision", "adapters", "rope", "rank_map", "tenant_salt")
 _U32 = np.dtype("<u4")
 
@@ -41,14 +42,18 @@ def session_id(number: int) -> str:
     return f"{number:016x}"
 
 
+def codec_to_wire(codec: CodecId | None) -> Any:
+    """Return a codec's wire value; UNSPECIFIED for None."""
+    return pb.CODEC_UNSPECIFIED if codec is None else _CODECS[codec]
+
+
 def codec_of(number: int) -> CodecId | None:
     """Return the codec; None for UNSPECIFIED. Raises InvalidArgument."""
     if number == pb.CODEC_UNSPECIFIED:
         return None
-    try:
-        return CodecId(number)
-    except ValueError:
-        raise InvalidArgument(f"codec {number} is unknown to this daemon") from None
+    if number not in _CODECS.values():
+        raise InvalidArgument(f"codec {number} is unknown to this daemon")
+    return CodecId(number)
 
 
 def namespace_to_wire(namespace: Namespace) -> Any:
@@ -62,7 +67,7 @@ def namespace_to_wire(namespace: Namespace) -> Any:
             dtype=_DTYPES[geometry.dtype],
             block_tokens=geometry.block_tokens,
         ),
-        codec=int(namespace.codec),
+        codec=codec_to_wire(namespace.codec),
         format_version=namespace.format_version,
         **{name: getattr(namespace, name) for name in _TEXTS},
     )
