@@ -22,7 +22,7 @@ from tierd.types import CodecId, DType
 from tierd_engine.attention import kernel
 from tierd_engine.attention.merging import MERGE_SCRATCH_BYTES, merge_function
 from tierd_engine.attention.simd import BFLOAT16, FLOAT16, FLOAT32, NARROW, UINT8
-from tierd_engine.attention.team import team_function
+from tierd_engine.attention.team import prepare_team, run_team
 
 Float32Array = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
@@ -102,7 +102,7 @@ def attend_pages(
     # Whole pages are claimed while there are many: eight claims a worker even out a noisy machine.
     job["batch"] = layout.kv_heads if pages >= 8 * workers else 1
     work = kernel.work_address(*_constants(layout, heads, n))
-    team_function()(work, _address(job), workers)
+    run_team(work, _address(job), workers)
 
 
 def _rows_at_once(share: int, n: int) -> int:
@@ -119,7 +119,7 @@ def prepare(layout: PageLayout, heads: int) -> None:
     """Compile, or load from disk, what decoding with `layout` needs, so that no step waits."""
     for n in (1, 2):
         kernel.work_address(*_constants(layout, heads, n))
-    team_function()
+    prepare_team()
     merge_function()
 
 

@@ -269,9 +269,7 @@ def _softmax(
 
 
 @step
-def _values(
-    kind: Any, rows: Any, job: Any, base: Any, seen: Any, ahead: Any, scratch: Any
-) -> None:
+def _values(kind: Any, rows: Any, job: Any, base: Any, seen: Any, ahead: Any, scratch: Any) -> None:
     d, size = job.head_dim, element_bytes(kind)
     weights, stride = scratch + job.weights, job.weight_stride
     c = 0

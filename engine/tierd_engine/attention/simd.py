@@ -11,6 +11,7 @@ Results are the same bit for bit on each call; sums over lanes are pairwise.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,43 @@ def _pointer(builder: Any, address: Any, pointee: Any) -> Any:
     return builder.inttoptr(address, pointee.as_pointer())
 
 
+def _binary(emit: Callable[[Any, Any, Any], Any]) -> Any:
+    @intrinsic
+    def operation(typingctx: Any, a: Any, b: Any) -> Any:
+        return a(a, a), lambda context, builder, signature, args: emit(builder, *args)
+
+    return operation
+
+
+def _load_one(numba_type: Any, emit: Callable[[Any, Any], Any]) -> Any:
+    @intrinsic
+    def operation(typingctx: Any, address: Any) -> Any:
+        signature = numba_type(types.int64)
+        return signature, lambda context, builder, signature, args: emit(builder, *args)
+
+    return operation
+
+
+def _greater(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _read(builder: Any, address: Any, element: Any) -> Any:
+    return builder.load(_pointer(builder, address, element), align=4)
+
+
+add = _binary(lambda builder, a, b: builder.fadd(a, b))
+subtract = _binary(lambda builder, a, b: builder.fsub(a, b))
+multiply = _binary(lambda builder, a, b: builder.fmul(a, b))
+maximum = _binary(_greater)  # b where either is NaN
+
+load_scalar = _load_one(types.float32, lambda builder, at: _read(builder, at, _FLOAT))
+load_int64 = _load_one(types.int64, lambda builder, at: _read(builder, at, _I64))
+load_int32 = _load_one(
+    types.int64, lambda builder, at: builder.sext(_read(builder, at, _I32), _I64)
+)
+
+
 @intrinsic
 def number(typingctx: Any, constant: Any) -> Any:
     """The number of a `Const`."""
@@ -250,36 +288,6 @@ def store_first(typingctx: Any, value: Any, address: Any, count: Any) -> Any:
 
 
 @intrinsic
-def load_scalar(typingctx: Any, address: Any) -> Any:
-    """The float32 at `address`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_pointer(builder, args[0], _FLOAT), align=4)
-
-    return types.float32(types.int64), codegen
-
-
-@intrinsic
-def load_int32(typingctx: Any, address: Any) -> Any:
-    """The int32 at `address`, as int64."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.sext(builder.load(_pointer(builder, args[0], _I32), align=4), _I64)
-
-    return types.int64(types.int64), codegen
-
-
-@intrinsic
-def load_int64(typingctx: Any, address: Any) -> Any:
-    """The int64 at `address`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_pointer(builder, args[0], _I64), align=8)
-
-    return types.int64(types.int64), codegen
-
-
-@intrinsic
 def store_scalar(typingctx: Any, value: Any, address: Any) -> Any:
     """Write a float32 to `address`."""
 
@@ -301,20 +309,6 @@ def prefetch(typingctx: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
-
-
-@intrinsic
-def call_work(typingctx: Any, function: Any, job: Any, index: Any) -> Any:
-    """Call the compiled worker at address `function` with a job's address and its own index."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        const = ir.IntType(8).as_pointer()
-        work = ir.FunctionType(ir.VoidType(), [const, const, const, _I64, _I64])
-        nothing = [ir.Constant(const, None)] * 3  # its three Consts: a type is all they are
-        builder.call(_pointer(builder, args[0], work), [*nothing, args[1], args[2]])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -428,46 +422,6 @@ def add_products(typingctx: Any, tile: Any, rows: Any, stride: Any, vector: Any)
         return context.make_tuple(builder, tile, result)
 
     return tile(tile, types.int64, types.int64, vector), codegen
-
-
-@intrinsic
-def add(typingctx: Any, a: Any, b: Any) -> Any:
-    """a + b, lane by lane."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fadd(*args)
-
-    return a(a, a), codegen
-
-
-@intrinsic
-def subtract(typingctx: Any, a: Any, b: Any) -> Any:
-    """a - b, lane by lane."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fsub(*args)
-
-    return a(a, a), codegen
-
-
-@intrinsic
-def multiply(typingctx: Any, a: Any, b: Any) -> Any:
-    """a * b, lane by lane."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fmul(*args)
-
-    return a(a, a), codegen
-
-
-@intrinsic
-def maximum(typingctx: Any, a: Any, b: Any) -> Any:
-    """The greater of a and b, lane by lane; b where either is NaN."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.select(builder.fcmp_ordered(">", *args), *args)
-
-    return a(a, a), codegen
 
 
 @intrinsic(prefer_literal=True)
