@@ -1,0 +1,358 @@
+"""The allocator: no slot is ever two pages', no generation falls, no byte goes uncounted."""
+
+import os
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tierd.errors import StorageFull, TierFull
+from tierd.memory import slabs
+from tierd.memory.memfd import Mapping
+from tierd.memory.slabs import ByteBudget, MemfdBacking, SlabIds, SlabPool, SlotCounts, SlotRef
+from tierd.types import Tier
+
+SLOT = 8192
+SLAB = 4 * SLOT
+NAMESPACE = bytes(16)
+
+
+class CountingBacking:
+    """Slabs without bytes; `refuse` makes the next creations fail."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self.refuse: Exception | None = None
+
+    def create(self, slab_id: int, size_bytes: int) -> None:
+        if self.refuse is not None:
+            raise self.refuse
+        assert slab_id not in self.sizes
+        self.sizes[slab_id] = size_bytes
+
+    def destroy(self, slab_id: int) -> None:
+        del self.sizes[slab_id]
+
+    def fd(self, slab_id: int) -> int:
+        return -1
+
+
+class Tiny:
+    """Pools on one budget and one backing."""
+
+    def __init__(self, budget_bytes: int, slab_bytes: int = SLAB) -> None:
+        self.budget = ByteBudget(budget_bytes)
+        self.backing = CountingBacking()
+        self.ids = SlabIds()
+        self.slab_bytes = slab_bytes
+        self.pools: list[SlabPool] = []
+
+    def pool(self, slot_bytes: int = SLOT) -> SlabPool:
+        pool = SlabPool(
+            Tier.WARM, slot_bytes, NAMESPACE, self.budget, self.slab_bytes, self.backing, self.ids
+        )
+        self.pools.append(pool)
+        return pool
+
+    def check(self) -> None:
+        for pool in self.pools:
+            pool.check_integrity()
+        used = sum(pool.capacity_bytes() for pool in self.pools)
+        assert used == self.budget.used_bytes == sum(self.backing.sizes.values())
+
+
+@pytest.fixture
+def tiny():
+    tiny = Tiny(budget_bytes=10 * SLOT)
+    yield tiny
+    tiny.check()
+
+
+def places(slots: list[SlotRef]) -> list[tuple[int, int]]:
+    return [(slot.slab, slot.slot) for slot in slots]
+
+
+def test_slots_are_contiguous_from_the_lowest_slab(tiny) -> None:
+    assert places(tiny.pool().reserve(6)) == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1)]
+
+
+def test_a_freed_slot_is_the_first_to_be_taken_again_at_a_higher_generation(tiny) -> None:
+    pool = tiny.pool()
+    slots = pool.reserve(4)
+    pool.abort(slots[2])
+    pool.abort(slots[1])
+    again = pool.reserve(2)
+    assert places(again) == [(1, 1), (1, 2)]
+    assert [slot.generation for slot in again] == [2, 2]
+
+
+def test_the_life_cycle_passes_through_each_state(tiny) -> None:
+    pool = tiny.pool()
+    (slot, other) = pool.reserve(2)
+    assert pool.counts() == SlotCounts(free=2, reserved=2, resident=0, retired=0)
+    pool.commit(slot)
+    pool.abort(other)
+    assert pool.counts() == SlotCounts(free=3, reserved=0, resident=1, retired=0)
+    pool.retire(slot, epoch=5)
+    assert pool.counts() == SlotCounts(free=3, reserved=0, resident=0, retired=1)
+    assert pool.reclaim(5) == 0
+    assert pool.reclaim(6) == 1
+    assert pool.counts() == SlotCounts(free=4, reserved=0, resident=0, retired=0)
+
+
+def test_a_retired_slot_is_not_handed_out_before_it_is_reclaimed(tiny) -> None:
+    pool = tiny.pool()
+    slots = pool.reserve(10)
+    pool.commit(slots[0])
+    pool.retire(slots[0], epoch=1)
+    assert pool.reserve(1) == []
+    pool.reclaim(2)
+    assert places(pool.reserve(1)) == places(slots[:1])
+
+
+def test_reserve_gives_all_or_nothing(tiny) -> None:
+    pool = tiny.pool()
+    assert pool.available_slots() == 10
+    assert pool.reserve(11) == []
+    assert tiny.budget.used_bytes == 0
+    assert len(pool.reserve(10)) == 10
+    assert pool.reserve(1) == []
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_none_of_no_slots(tiny, count) -> None:
+    assert tiny.pool().reserve(count) == []
+
+
+def test_the_last_slab_is_as_small_as_the_budgets_rest(tiny) -> None:
+    pool = tiny.pool()
+    pool.reserve(10)
+    assert pool.slabs() == {1: 4, 2: 4, 3: 2}
+
+
+def test_a_rest_too_small_for_a_slot_is_left() -> None:
+    tiny = Tiny(budget_bytes=SLOT + SLOT - 1)
+    assert tiny.pool().available_slots() == 1
+    assert len(tiny.pool().reserve(1)) == 1
+    assert tiny.pool().reserve(1) == []
+    tiny.check()
+
+
+def test_pools_share_a_budget_and_pass_empty_slabs_on(tiny) -> None:
+    one, other = tiny.pool(), tiny.pool(2 * SLOT)
+    slots = one.reserve(9)
+    assert other.available_slots() == 0
+    for slot in slots[:5]:
+        one.abort(slot)
+    assert one.release_empty_slabs() == SLAB, "the second slab still has slots in use"
+    assert [slot.slab for slot in other.reserve(2)] == [4, 4]
+    assert tiny.budget.peak_bytes == 10 * SLOT
+
+
+def test_only_wholly_free_slabs_are_released(tiny) -> None:
+    pool = tiny.pool()
+    slots = pool.reserve(8)
+    for slot in slots:
+        pool.commit(slot)
+    for slot in slots[:4]:
+        pool.retire(slot, epoch=1)
+    assert pool.release_empty_slabs() == 0, "retired slots may still be read"
+    pool.reclaim(2)
+    assert pool.release_empty_slabs() == SLAB
+    assert list(pool.slabs()) == [2]
+
+
+def test_a_slab_id_is_never_used_again(tiny) -> None:
+    pool = tiny.pool()
+    seen = set()
+    for _ in range(5):
+        (slot,) = pool.reserve(1)
+        assert slot.slab not in seen
+        seen.add(slot.slab)
+        pool.abort(slot)
+        pool.release_empty_slabs()
+
+
+@pytest.mark.parametrize("error", [TierFull("no memory"), StorageFull("no space")])
+def test_a_slab_that_cannot_be_made_reserves_nothing_and_later_can(tiny, error) -> None:
+    pool = tiny.pool()
+    pool.reserve(3)
+    tiny.backing.refuse = error
+    with pytest.raises(type(error)):
+        pool.reserve(2)
+    assert pool.counts().reserved == 3
+    tiny.check()
+    tiny.backing.refuse = None
+    assert places(pool.reserve(2))[0] == (1, 3)
+
+
+def test_each_wrong_step_of_the_life_cycle_is_a_bug(tiny) -> None:
+    pool = tiny.pool()
+    slot, free = pool.reserve(2)
+    pool.abort(free)
+    for verb in (pool.commit, pool.abort):
+        with pytest.raises(AssertionError):
+            verb(free)
+    pool.commit(slot)
+    with pytest.raises(AssertionError):
+        pool.commit(slot)
+    with pytest.raises(AssertionError):
+        pool.abort(slot)
+    pool.retire(slot, epoch=1)
+    with pytest.raises(AssertionError):
+        pool.retire(slot, epoch=1)
+    assert pool.counts().retired == 1
+
+
+def test_a_slot_of_an_earlier_generation_is_refused(tiny) -> None:
+    pool = tiny.pool()
+    (stale,) = pool.reserve(1)
+    pool.abort(stale)
+    (current,) = pool.reserve(1)
+    for verb in (pool.commit, pool.abort):
+        with pytest.raises(AssertionError):
+            verb(stale)
+    pool.commit(current)
+
+
+def test_epochs_of_retirement_do_not_fall(tiny) -> None:
+    pool = tiny.pool()
+    slots = pool.reserve(2)
+    for slot in slots:
+        pool.commit(slot)
+    pool.retire(slots[0], epoch=7)
+    with pytest.raises(AssertionError):
+        pool.retire(slots[1], epoch=6)
+
+
+def test_a_hundred_thousand_slots_live_and_die() -> None:
+    count = 100_000
+    tiny = Tiny(budget_bytes=count * SLOT, slab_bytes=64 << 20)
+    pool = tiny.pool()
+    slots = pool.reserve(count)
+    assert len(set(places(slots))) == count
+    for slot in slots:
+        pool.commit(slot)
+    for slot in slots:
+        pool.retire(slot, epoch=1)
+    assert pool.reclaim(2) == count
+    assert pool.release_empty_slabs() == count * SLOT
+    tiny.check()
+
+
+@pytest.mark.parametrize("state", ["FREE", "RETIRED"])
+def test_integrity_notices_a_slot_that_changed_state_by_itself(tiny, state) -> None:
+    pool = tiny.pool()
+    (slot,) = pool.reserve(1)
+    states = pool._slabs[slot.slab].states
+    states[slot.slot] = getattr(slabs, state)
+    with pytest.raises(AssertionError):
+        pool.check_integrity()
+    states[slot.slot] = slabs.RESERVED
+
+
+def test_memory_of_a_destroyed_slab_is_free_while_an_engine_still_maps_it() -> None:
+    backing = MemfdBacking()
+    backing.create(1, SLAB)
+    backing.mapping(1).buffer[:4] = b"page"
+    engine_fd = os.dup(backing.fd(1))
+    with Mapping(engine_fd, SLAB, writable=True) as engine:
+        backing.destroy(1)
+        assert os.fstat(engine_fd).st_blocks == 0
+        assert bytes(engine.buffer[:4]) == bytes(4)
+    os.close(engine_fd)
+
+
+def test_memfd_slabs_leave_nothing_behind() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    backing = MemfdBacking()
+    for slab_id in range(1, 20):
+        backing.create(slab_id, SLAB)
+    backing.destroy(3)
+    backing.close()
+    backing.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+class LifeOfSlots(RuleBasedStateMachine):
+    """Two pools with slots of different size on one budget, against dictionaries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiny = Tiny(budget_bytes=13 * SLOT)
+        self.pools = [self.tiny.pool(), self.tiny.pool(3 * SLOT)]
+        self.reserved: list[tuple[SlabPool, SlotRef]] = []
+        self.resident: list[tuple[SlabPool, SlotRef]] = []
+        self.retired: list[tuple[SlabPool, SlotRef, int]] = []
+        self.generations: dict[tuple[int, int], int] = {}
+        self.epoch = 1
+
+    def held(self) -> set[tuple[int, int]]:
+        slots = [entry[1] for entry in (*self.reserved, *self.resident, *self.retired)]
+        return {(slot.slab, slot.slot) for slot in slots}
+
+    @rule(which=st.integers(0, 1), count=st.integers(1, 6))
+    def reserve(self, which: int, count: int) -> None:
+        pool = self.pools[which]
+        available, held = pool.available_slots(), self.held()
+        slots = pool.reserve(count)
+        assert len(slots) == (count if available >= count else 0)
+        for slot in slots:
+            place = (slot.slab, slot.slot)
+            assert place not in held
+            assert slot.generation > self.generations.get(place, 0)
+            self.generations[place] = slot.generation
+            held.add(place)
+        self.reserved += [(pool, slot) for slot in slots]
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        pool, slot = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
+        pool.commit(slot)
+        self.resident.append((pool, slot))
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        pool, slot = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
+        pool.abort(slot)
+
+    @precondition(lambda self: self.resident)
+    @rule(data=st.data())
+    def retire(self, data: st.DataObject) -> None:
+        pool, slot = self.resident.pop(data.draw(st.integers(0, len(self.resident) - 1)))
+        pool.retire(slot, self.epoch)
+        self.retired.append((pool, slot, self.epoch))
+        self.epoch += 1
+
+    @rule(lag=st.integers(0, 5))
+    def reclaim(self, lag: int) -> None:
+        safe = self.epoch - lag
+        freed = sum(pool.reclaim(safe) for pool in self.pools)
+        kept = [entry for entry in self.retired if entry[2] >= safe]
+        assert freed == len(self.retired) - len(kept)
+        self.retired = kept
+
+    @rule(which=st.integers(0, 1))
+    def release(self, which: int) -> None:
+        pool = self.pools[which]
+        held = {slab for slab, _ in self.held()}
+        empty = {slab for slab in pool.slabs() if slab not in held}
+        used = self.tiny.budget.used_bytes
+        assert pool.release_empty_slabs() == used - self.tiny.budget.used_bytes
+        assert not empty & set(pool.slabs())
+
+    @invariant()
+    def all_is_counted(self) -> None:
+        self.tiny.check()
+        for pool in self.pools:
+            counts = pool.counts()
+            assert counts.reserved == sum(entry[0] is pool for entry in self.reserved)
+            assert counts.resident == sum(entry[0] is pool for entry in self.resident)
+            assert counts.retired == sum(entry[0] is pool for entry in self.retired)
+
+
+LifeOfSlots.TestCase.settings = settings(max_examples=300, stateful_step_count=50)
+TestLifeOfSlots = LifeOfSlots.TestCase
