@@ -27,7 +27,14 @@ from dataclasses import dataclass
 
 from tierd.carry import Batch
 from tierd.demotions import DemotionPlan, RoomNeeded
-from tierd.errors import DaemonUnavailable, InvalidArgument, PageDamaged, TierFull
+from tierd.errors import (
+    DaemonUnavailable,
+    InvalidArgument,
+    PageDamaged,
+    StorageError,
+    TierdError,
+    TierFull,
+)
 from tierd.hints import HintTicket
 from tierd.lanes import Lanes
 from tierd.memory.slabs import SlabPool
@@ -284,7 +291,7 @@ class Mover:
         self._promotions.clear()
 
     def _why_full(self) -> str:
-        retired = self._retired_bytes()
+        retired = self._retired_bytes(Tier.WARM)
         if self._trouble:
             return f"no room in warm: the cold disk fails: {self._trouble}"
         if retired:
@@ -301,10 +308,13 @@ class Mover:
         return self._spill(need_bytes, NOTHING_IS_SAFE, evict=True)
 
     def _promote_demanded(self) -> bool:
-        return any(
-            self._promote(waiter.session, waiter.keys, self._store.rank(waiter.session))
-            for waiter in self._promotions
-        )
+        for waiter in self._promotions:
+            below = self._store.rank(waiter.session)
+            if self._promote(waiter.session, waiter.keys, below):
+                return True
+            if not self._flying and not self._retired_bytes(Tier.WARM):
+                self._answer(waiter.answer)  # no room, and none to come
+        return False
 
     def _promote_hinted(self) -> bool:
         for hint in self._store.hints.urgent_first():
@@ -315,13 +325,12 @@ class Mover:
         return False
 
     def _spare(self) -> bool:
-        need_bytes = 0
-        for pool in {
-            self._store.placement.pool(Tier.WARM, session, session.namespace.codec)
-            for session in self._store.book
-            if session.state is SessionState.RUNNING and session.index.pages_in(Tier.WARM)
-        }:
-            need_bytes += max(0, self._spare_slots(pool) - pool.available_slots()) * pool.slot_bytes
+        short: dict[SlabPool, int] = {}
+        for session in self._store.book:
+            if session.state is SessionState.RUNNING and session.index.pages_in(Tier.WARM):
+                pool = self._store.placement.pool(Tier.WARM, session, session.namespace.codec)
+                short[pool] = self._spare_slots(session, pool) - pool.available_slots()
+        need_bytes = sum(pool.slot_bytes * slots for pool, slots in short.items() if slots > 0)
         return self._spill(need_bytes, NOTHING_IS_SAFE, evict=False)
 
     def _spill(self, need_bytes: int, below: Rank, *, evict: bool) -> bool:
@@ -332,7 +341,7 @@ class Mover:
         need_bytes = min(need_bytes, BATCH_BYTES)
         moves: list[Move] = []
         for key in self._store.choose_spills(need_bytes, below):
-            move = self._store.begin_move(key, Tier.COLD)
+            move = self._begin_move(key, Tier.COLD)
             if move is None:
                 break
             moves.append(move)
@@ -356,7 +365,7 @@ class Mover:
             pool = store.placement.pool(Tier.WARM, session, page.place.codec)
             spare = self._spare_slots(session, pool)
             roomy = pool.available_slots() > spare
-            move = store.begin_move(key, Tier.WARM) if roomy else None
+            move = self._begin_move(key, Tier.WARM) if roomy else None
             if move is None:
                 slots = spare + BATCH_BYTES // pool.slot_bytes + 1 - pool.available_slots()
                 return self._begin(moves, Tier.WARM) or self._spill(
@@ -379,6 +388,17 @@ class Mover:
         return sum(p.counts().retired * p.slot_bytes for p in self._store.placement.pools[tier])
 
     # -- batches ----------------------------------------------------------------------------
+    def _begin_move(self, key: PageKey, to: Tier) -> Move | None:
+        try:
+            return self._store.begin_move(key, to)
+        except (StorageError, TierFull) as error:  # a slab that the budget allows cannot be made
+            self._note_trouble(error)
+            return None
+
+    def _note_trouble(self, error: TierdError) -> None:
+        self._trouble = str(error)
+        self._retry_at_seconds = self._clock.monotonic() + RETRY_SECONDS
+
     def _begin(self, moves: list[Move], to: Tier) -> bool:
         if not moves:
             return False
@@ -405,8 +425,7 @@ class Mover:
                     self._store.damaged(move)
                 else:
                     self._store.abort_move(move)
-                    self._trouble = str(error)
-                    self._retry_at_seconds = self._clock.monotonic() + RETRY_SECONDS
+                    self._note_trouble(error)
             self._store.finish_moves(carried)
             if carried:
                 self._measure(batch)

@@ -58,7 +58,7 @@ class TierPools:
 
     def slots_max(self, slot_bytes: int) -> int:
         """Return how many slots of this size the whole tier could hold."""
-        return self.budget.limit // slot_bytes
+        return self.budget.limit_bytes // slot_bytes
 
     def make_available(self, pool: SlabPool, slots: int) -> bool:
         """Say whether `pool` can reserve `slots`; takes empty slabs from others if it must."""
@@ -70,7 +70,10 @@ class TierPools:
         return freed_bytes > 0 and pool.available_slots() >= slots
 
     def reserve(self, pool: SlabPool, slots: int) -> list[SlotRef]:
-        """Reserve all `slots`, or none: then the list is empty."""
+        """Reserve all `slots`, or none: then the list is empty.
+
+        Raises TierFull or StorageError when a slab within the budget cannot be made.
+        """
         return pool.reserve(slots) if self.make_available(pool, slots) else []
 
     def reclaim(self, safe_epoch: int) -> int:
@@ -89,3 +92,8 @@ class TierPools:
         """Raise AssertionError if a pool is inconsistent or the budget does not add up."""
         for pool in self._pools.values():
             pool.check_integrity()
+        pools_bytes = sum(pool.capacity_bytes() for pool in self._pools.values())
+        assert pools_bytes == self.budget.used_bytes <= self.budget.limit_bytes, (
+            f"{self.tier!r}: pools {pools_bytes}, used {self.budget.used_bytes} "
+            f"of {self.budget.limit_bytes} bytes"
+        )

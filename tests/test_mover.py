@@ -1,0 +1,509 @@
+"""The mover on a fake clock, a memory disk and lanes that run when the test says so."""
+
+import asyncio
+
+import pytest
+
+from tests.rig import INT8, INT8_BLOCK, INT8_SLOT, LAYERS, RAW, Rig, in_loop
+from tierd.errors import BudgetTooSmall, DaemonUnavailable, InvalidArgument, NotFound, TierFull
+from tierd.mover import IO_DEADLINE_SECONDS, RETRY_SECONDS
+from tierd.store import IDLE_SECONDS
+from tierd.types import PageKey, SessionState, Tier
+
+
+def make(warm_blocks: int = 4, cold_blocks: int = 64) -> Rig:
+    rig = Rig(warm_blocks * INT8_BLOCK, cold_blocks * INT8_BLOCK)
+    rig.engine(1)
+    return rig
+
+
+async def start(coroutine) -> asyncio.Task:
+    task = asyncio.create_task(coroutine)
+    await asyncio.sleep(0)
+    return task
+
+
+async def turns(rig: Rig, task: asyncio.Task, passes: int = 40) -> None:
+    """Pump, run the lanes and let the task go on, until it is done."""
+    for _ in range(passes):
+        rig.mover.pump()
+        rig.store.check_integrity()
+        rig.lanes.run()
+        rig.mover.pump()
+        await asyncio.sleep(0)
+        if task.done():
+            return
+    raise AssertionError("the task was not answered")
+
+
+async def demote(rig: Rig, session, blocks, version: int = 0, **options) -> list[int]:
+    """Demote through the mover, which makes room."""
+    done: list[int] = []
+    left = list(blocks)
+    while left:
+        task = await start(
+            rig.mover.plan_demotion(session.engine_id, session.number, left, len(left), **options)
+        )
+        await turns(rig, task)
+        planned = task.result()
+        digests = rig.write(session, planned, version)
+        rig.store.commit(session.engine_id, planned.reservation, digests)
+        done += planned.blocks
+        left = [block for block in left if block not in done]
+    return done
+
+
+def intact(rig: Rig, session, version: int = 0) -> None:
+    """Check the bytes of every page of the session, wherever it is."""
+    for (layer, block), page in session.index:
+        key = PageKey(session.number, layer, block)
+        expected = rig.payload(session, key, page.place.codec, version)
+        assert rig.bytes_of(session, layer, block) == expected, (layer, block, page.place)
+
+
+def cool(rig: Rig, session) -> None:
+    """Take all of a session's pages to cold."""
+    rig.move(rig.pages(session, Tier.WARM), Tier.COLD)
+    rig.store.tick()
+
+
+# -- room --------------------------------------------------------
+
+
+@in_loop
+async def test_a_session_much_larger_than_warm_is_demoted_through_it():
+    rig = make(warm_blocks=4)
+    session = rig.session()
+    assert sorted(await demote(rig, session, range(1, 33))) == list(range(1, 33))
+    assert len(session.index) == 32 * LAYERS
+    rig.settle()
+    assert session.index.pages_in(Tier.WARM) <= 4 * LAYERS
+    assert rig.store.stats()["tiers"]["warm"]["peak_bytes"] <= 4 * INT8_BLOCK
+    assert session.index.blocks_in(Tier.WARM)[-1] == 32  # the newest stay, the oldest went
+    assert session.index.blocks_in(Tier.COLD)[0] == 1
+    intact(rig, session)
+
+
+@in_loop
+async def test_the_first_block_finds_room_beside_encoded_pages():
+    rig = make(warm_blocks=4)
+    session = rig.session()
+    await demote(rig, session, range(1, 10))
+    await demote(rig, session, [0], include_first=True)
+    intact(rig, session)
+    rig.suspend(session, 10)
+    rig.store.check_integrity()
+
+
+@in_loop
+async def test_another_namespace_gets_room_from_a_suspended_session():
+    rig = make(warm_blocks=8)
+    idle = rig.stored(blocks=4)
+    session = rig.session(namespace=RAW)
+    await demote(rig, session, range(1, 5))
+    intact(rig, idle)
+    intact(rig, session)
+    assert idle.index.pages_in(Tier.COLD) > 0
+
+
+@in_loop
+async def test_suspended_sessions_make_room_before_running_ones():
+    rig = make(warm_blocks=6)
+    stored = rig.stored(blocks=2)
+    first, second = rig.session(), rig.session()
+    rig.demote(first, [1])
+    await demote(rig, second, [1, 2, 3])
+    assert first.index.pages_in(Tier.WARM) == LAYERS
+    assert stored.index.pages_in(Tier.COLD) > 0
+
+
+@in_loop
+async def test_without_room_anywhere_the_plan_fails_at_its_deadline():
+    rig = make(warm_blocks=2, cold_blocks=1)
+    session = rig.session()
+    await demote(rig, session, [1, 2, 3])
+    plan = rig.mover.plan_demotion(1, session.number, [4], 1, deadline_seconds=10.0)
+    task = await start(plan)
+    rig.settle()
+    await asyncio.sleep(0)
+    assert not task.done()
+    rig.clock.advance(10.0)
+    await turns(rig, task)
+    with pytest.raises(TierFull, match="no room in warm"):
+        task.result()
+    intact(rig, session)
+
+
+@in_loop
+async def test_when_cold_is_full_suspended_sessions_lose_their_newest_blocks():
+    rig = make(warm_blocks=4, cold_blocks=4)
+    stored = rig.stored(blocks=3)
+    cool(rig, stored)
+    session = rig.session()
+    await demote(rig, session, range(1, 8))
+    assert stored.sealed_blocks < 3
+    assert rig.store.stats()["evictions"] > 0
+    rig.store.check_integrity()
+    intact(rig, session)
+
+
+@in_loop
+async def test_room_waits_for_the_epoch_of_a_reader():
+    rig = make(warm_blocks=2)
+    rig.engine(2)
+    session = rig.session(1)
+    await demote(rig, session, [1, 2])
+    rig.epochs[2].enter(rig.store.placement.epochs.now)
+    task = await start(rig.mover.plan_demotion(1, session.number, [3], 1, deadline_seconds=10.0))
+    for _ in range(5):
+        rig.mover.pump()
+        rig.lanes.run()
+    await asyncio.sleep(0)
+    # No more is spilled than is needed, however long the step takes.
+    assert not task.done() and rig.store.stats()["spills"] == LAYERS
+    rig.epochs[2].leave()
+    await turns(rig, task)
+    assert task.result().blocks == [3]
+
+
+@in_loop
+async def test_a_plan_that_can_never_fit_fails_at_once():
+    rig = Rig(warm_bytes=INT8_SLOT)
+    rig.engine(1)
+    session = rig.session()
+    with pytest.raises(BudgetTooSmall):
+        await rig.mover.plan_demotion(1, session.number, [1], 1)
+
+
+@in_loop
+async def test_a_plan_of_a_session_closed_meanwhile_is_not_found():
+    rig = make(warm_blocks=2)
+    session, other = rig.session(), rig.session()
+    await demote(rig, other, [1, 2])
+    task = await start(rig.mover.plan_demotion(1, session.number, [1], 1))
+    rig.store.close_session(session.number)
+    await turns(rig, task)
+    with pytest.raises(NotFound):
+        task.result()
+
+
+@in_loop
+async def test_a_cancelled_plan_leaves_nothing_behind():
+    rig = make(warm_blocks=2, cold_blocks=1)
+    session = rig.session()
+    await demote(rig, session, [1, 2, 3])
+    task = await start(rig.mover.plan_demotion(1, session.number, [4], 1))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    rig.settle()
+    assert rig.store.stats()["tiers"]["warm"]["reserved_slots"] == 0
+
+
+@in_loop
+async def test_spare_slots_are_kept_while_a_session_runs_and_no_more():
+    rig = make(warm_blocks=32)
+    session = rig.session()
+    rig.demote(session, range(1, 33))
+    rig.settle()
+    assert rig.store.stats()["spills"] == 32 * LAYERS // 16
+    rig.settle()
+    assert rig.store.stats()["spills"] == 32 * LAYERS // 16
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 61.0, float("nan")])
+@in_loop
+async def test_a_deadline_out_of_range_is_refused(seconds):
+    rig = make()
+    session = rig.session()
+    with pytest.raises(InvalidArgument):
+        await rig.mover.plan_demotion(1, session.number, [1], 1, deadline_seconds=seconds)
+
+
+# -- promotion --------------------------------------------------------
+
+
+@in_loop
+async def test_promote_brings_cold_pages_up_with_their_bytes():
+    rig = make(warm_blocks=16)
+    session = rig.session()
+    rig.demote(session, [1, 2, 3])
+    cool(rig, session)
+    task = await start(rig.mover.promote(1, session.number, [1, 2]))
+    await turns(rig, task)
+    assert task.result() == 2 * LAYERS
+    assert session.index.blocks_in(Tier.WARM) == [1, 2]
+    intact(rig, session)
+
+
+@in_loop
+async def test_promote_counts_pages_that_are_nowhere_as_misses():
+    rig = make()
+    session = rig.session()
+    rig.demote(session, [1])
+    assert await rig.mover.promote(1, session.number, [1, 7]) == LAYERS
+    assert rig.store.stats()["misses"] == LAYERS
+
+
+@in_loop
+async def test_promote_that_would_displace_what_is_wanted_as_soon_returns_what_there_is():
+    rig = make(warm_blocks=2)
+    session = rig.session()
+    rig.demote(session, [1, 2])
+    cool(rig, session)
+    rig.demote(session, [3, 4])
+    task = await start(rig.mover.promote(1, session.number, [1]))
+    await turns(rig, task)
+    assert task.result() == 0
+    assert session.index.blocks_in(Tier.WARM) == [3, 4]
+
+
+@in_loop
+async def test_a_session_closed_while_its_pages_come_up_ends_the_call():
+    rig = make(warm_blocks=16)
+    session = rig.session()
+    rig.demote(session, [1, 2])
+    cool(rig, session)
+    task = await start(rig.mover.promote(1, session.number, [1, 2]))
+    rig.mover.pump()
+    rig.store.drop_engine(1)
+    rig.store.check_integrity()
+    await turns(rig, task)
+    assert task.result() == 0
+    rig.settle()
+    rig.store.tick()
+    assert rig.store.stats()["tiers"]["warm"]["used_bytes"] == 0
+
+
+# -- hints --------------------------------------------------------
+
+
+def test_a_hint_brings_a_suspended_session_up_before_its_deadline():
+    rig = make(warm_blocks=16)
+    session = rig.stored(blocks=4)
+    cool(rig, session)
+    ticket = rig.mover.hint("a", session.number, deadline_seconds=5.0)
+    assert ticket.pages == 4 * LAYERS and 0 < ticket.estimated_seconds < 5.0
+    rig.settle()
+    assert session.index.pages_in(Tier.WARM) == 4 * LAYERS
+    rig.store.resume_session(1, session.number, INT8, 1024)
+    intact(rig, session)
+    assert rig.store.stats()["hints"]["useful"] == 1
+
+
+def test_a_hint_brings_an_idle_session_up():
+    rig = make(warm_blocks=16)
+    session = rig.session()
+    rig.demote(session, [1, 2])
+    cool(rig, session)
+    rig.clock.advance(IDLE_SECONDS)
+    rig.store.tick()
+    rig.mover.hint("a", session.number, deadline_seconds=5.0)
+    rig.settle()
+    assert session.index.pages_in(Tier.WARM) == 2 * LAYERS
+    rig.store.truncate(1, session.number, 64)
+    assert rig.store.stats()["hints"]["useful"] == 1
+
+
+def test_a_session_resumed_before_its_pages_came_makes_the_hint_late():
+    rig = make(warm_blocks=16)
+    session = rig.stored(blocks=4)
+    cool(rig, session)
+    rig.mover.hint("a", session.number, deadline_seconds=5.0)
+    rig.mover.pump()
+    rig.store.resume_session(1, session.number, INT8, 1024)
+    rig.settle()
+    assert rig.store.stats()["hints"]["late"] == 1
+    intact(rig, session)
+
+
+def test_a_hint_displaces_suspended_sessions_but_no_running_one():
+    rig = make(warm_blocks=10)
+    hinted = rig.stored(blocks=4)
+    cool(rig, hinted)
+    stored = rig.stored(blocks=2)
+    running = rig.session()
+    rig.demote(running, [1, 2, 3])
+    rig.settle()
+    rig.mover.hint("a", hinted.number, deadline_seconds=5.0)
+    rig.settle()
+    assert running.index.pages_in(Tier.COLD) == 0
+    assert stored.index.pages_in(Tier.COLD) > 0
+    assert hinted.index.pages_in(Tier.WARM) >= 3 * LAYERS
+
+
+def test_a_hint_does_not_displace_one_with_an_earlier_deadline():
+    rig = make(warm_blocks=6)
+    early = rig.stored(blocks=3)
+    cool(rig, early)
+    late = rig.stored(blocks=3)
+    cool(rig, late)
+    rig.mover.hint("a", late.number, deadline_seconds=50.0)
+    rig.mover.hint("a", early.number, deadline_seconds=5.0)
+    rig.settle()
+    assert early.index.pages_in(Tier.WARM) == 3 * LAYERS
+    spills = rig.store.stats()["spills"]
+    rig.settle()
+    assert rig.store.stats()["spills"] == spills
+
+
+def test_a_cancelled_hint_stops_what_has_not_begun():
+    rig = make(warm_blocks=16)
+    session = rig.stored(blocks=4)
+    cool(rig, session)
+    ticket = rig.mover.hint("a", session.number, deadline_seconds=5.0)
+    rig.store.cancel_hint("a", ticket.hint_id)
+    rig.settle()
+    assert session.index.pages_in(Tier.WARM) == 0
+
+
+def test_hinted_pages_displaced_by_a_running_engine_make_the_hint_wasted():
+    rig = make(warm_blocks=6)
+    session = rig.stored(blocks=3)
+    cool(rig, session)
+    rig.mover.hint("a", session.number, deadline_seconds=5.0)
+    rig.settle()
+    running = rig.session()
+    asyncio.run(demote(rig, running, range(1, 7)))
+    assert rig.store.stats()["hints"]["wasted"] == 1
+
+
+# -- damage and failing disks --------------------------------------------------------
+
+
+def damage_warm(rig: Rig, session, layer: int, block: int) -> None:
+    place = session.index.get(layer, block).place
+    memory = rig.store.placement.warm_memory.mapping(place.slab).buffer
+    memory[place.slot * INT8_SLOT + 5000] ^= 1
+
+
+def test_a_page_damaged_in_warm_is_never_written_to_cold():
+    rig = make(warm_blocks=16)
+    session = rig.stored(blocks=4)
+    damage_warm(rig, session, 1, 2)
+    running = rig.session()
+    asyncio.run(demote(rig, running, range(1, 17)))
+    rig.settle()
+    assert rig.store.stats()["corrupt"] == 1
+    assert session.sealed_blocks == 2
+    intact(rig, session)
+
+
+def test_a_page_damaged_on_disk_is_a_typed_miss_for_a_running_session():
+    rig = make(warm_blocks=16)
+    session = rig.session()
+    rig.demote(session, [1, 2])
+    cool(rig, session)
+    place = session.index.get(0, 1).place
+    rig.flip_cold_bit(place, INT8_SLOT, offset=5000)
+
+    async def scenario():
+        task = await start(rig.mover.promote(1, session.number, [1, 2]))
+        await turns(rig, task)
+        return task.result()
+
+    assert asyncio.run(scenario()) == 2 * LAYERS - 1
+    assert session.index.get(0, 1) is None
+    assert rig.store.stats()["corrupt"] == 1
+    intact(rig, session)
+
+
+@in_loop
+async def test_a_write_that_fails_leaves_the_page_warm_and_is_tried_again_later():
+    rig = make(warm_blocks=2)
+    session = rig.session()
+    rig.demote(session, [1, 2])
+    rig.fail_writes(2)
+    task = await start(rig.mover.plan_demotion(1, session.number, [3], 1))
+    for _ in range(5):
+        rig.mover.pump()
+        rig.lanes.run()
+    rig.mover.pump()
+    assert not rig.lanes.held and session.index.pages_in(Tier.WARM) == 2 * LAYERS
+    rig.clock.advance(RETRY_SECONDS)
+    await turns(rig, task)
+    assert task.result().blocks == [3]
+    rig.store.abort(1, task.result().reservation)
+    rig.settle()
+    intact(rig, session)
+
+
+@in_loop
+async def test_a_disk_that_hangs_delays_nobody_beyond_the_deadline_and_recovers():
+    rig = make(warm_blocks=2)
+    session = rig.session()
+    rig.demote(session, [1, 2])
+    task = await start(rig.mover.plan_demotion(1, session.number, [3], 1, deadline_seconds=12.0))
+    rig.mover.pump()
+    hung = len(rig.lanes.held)
+    assert hung
+    rig.clock.advance(IO_DEADLINE_SECONDS)
+    rig.mover.pump()
+    assert len(rig.lanes.held) == hung  # nothing new is given to a disk that does not answer
+    rig.clock.advance(2.0)
+    rig.mover.pump()
+    with pytest.raises(TierFull, match="no answer"):
+        await task
+    rig.store.check_integrity()
+    rig.settle()  # the disk answers after all: what it did is used
+    assert session.index.pages_in(Tier.COLD) > 0
+    intact(rig, session)
+
+
+@in_loop
+async def test_engine_death_while_a_spill_hangs_keeps_its_slots_until_the_disk_answers():
+    rig = make(warm_blocks=2)
+    session = rig.session()
+    rig.demote(session, [1, 2])
+    task = await start(rig.mover.plan_demotion(1, session.number, [3], 1))
+    rig.mover.pump()
+    rig.store.drop_engine(1)
+    rig.mover.pump()
+    rig.store.check_integrity()
+    with pytest.raises(NotFound):
+        await task
+    assert rig.store.stats()["orphans"] > 0
+    rig.settle()
+    rig.store.tick()
+    assert all(tier["used_bytes"] == 0 for tier in rig.store.stats()["tiers"].values())
+
+
+# -- life of the loop --------------------------------------------------------
+
+
+@in_loop
+async def test_run_ends_at_stop_and_fails_who_waits():
+    rig = make(warm_blocks=2, cold_blocks=1)
+    session = rig.session()
+    await demote(rig, session, [1, 2, 3])
+    loop = await start(rig.mover.run())
+    task = await start(rig.mover.plan_demotion(1, session.number, [4], 1))
+    await rig.mover.stop()
+    with pytest.raises(DaemonUnavailable):
+        await task
+    await asyncio.wait_for(loop, 5.0)
+    with pytest.raises(DaemonUnavailable):
+        await rig.mover.plan_demotion(1, session.number, [4], 1)
+
+
+@in_loop
+async def test_a_loop_that_breaks_fails_who_waits():
+    rig = make(warm_blocks=2, cold_blocks=1)
+    session = rig.session()
+    await demote(rig, session, [1, 2, 3])
+    task = await start(rig.mover.plan_demotion(1, session.number, [4], 1))
+    rig.store.tick = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        await rig.mover.run()
+    with pytest.raises(DaemonUnavailable):
+        await task
+
+
+@in_loop
+async def test_a_session_stays_suspended_through_everything_above():
+    rig = make(warm_blocks=4)
+    session = rig.stored(blocks=3)
+    running = rig.session()
+    await demote(rig, running, range(1, 9))
+    assert session.state is SessionState.SUSPENDED and session.sealed_blocks == 3
+    intact(rig, session)
