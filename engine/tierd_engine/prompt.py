@@ -50,9 +50,7 @@ def _around_document(tokenizer: Any, question: str) -> tuple[str, str]:
     if not getattr(tokenizer, "chat_template", None):
         return "", f"\n\n{question}\n"
     message = {"role": "user", "content": f"{_DOCUMENT_MARK}\n\n{question}"}
-    text: str = tokenizer.apply_chat_template(
-        [message], tokenize=False, add_generation_prompt=True
-    )
+    text: str = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
     before, mark, after = text.partition(_DOCUMENT_MARK)
     if not mark:
         raise InvalidArgument("the model's chat template does not keep the user's text")

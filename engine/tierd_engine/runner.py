@@ -26,6 +26,7 @@ from tierd_engine.prompt import Prompt, TextStream, build_prompt
 from tierd_engine.report import JobReport, build_report
 from tierd_engine.session import SessionKV
 from tierd_engine.sizing import JobSizes, check_length, size_tiers
+from tierd_engine.warmup import warm_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +119,7 @@ def prepare_job(spec: JobSpec) -> PreparedJob:
         warm=spec.warm,
         block_tokens=spec.block_tokens,
     )
-    return PreparedJob(
-        spec, folder, config, shape, tokenizer, prompt, dtype, codec, plan, sizes
-    )
+    return PreparedJob(spec, folder, config, shape, tokenizer, prompt, dtype, codec, plan, sizes)
 
 
 def _parse_dtype(text: str) -> DType:
@@ -163,6 +162,7 @@ def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
             job.plan,
         )
         try:
+            warm_up(kv.geometry, job.shape.heads, job.codec, kv.executors.staging)
             return _run_session(job, model, client, kv, events)
         finally:
             kv.close()

@@ -55,30 +55,36 @@ class FakeEpochs:
         self.inside = False
 
 
-class FakeDaemon:
-    """Client and session handle in one: warm slots of one size in one numpy slab."""
+class FakeSlab:
+    """Warm slots of one size in a numpy array."""
 
-    SLAB = 1
+    def __init__(self, slot_bytes: int, slots: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.memory = np.zeros(slots * slot_bytes + 4096, dtype=np.uint8)
+        base = self.memory.ctypes.data
+        self.address = base + (-base) % 4096
+        self.fd = -1
+        self.free = list(range(slots))
+
+
+class FakeDaemon:
+    """Client and session handle in one; a warm slab for each codec, named by its number."""
 
     def __init__(self, namespace: Namespace, max_tokens: int, *, warm_slots: int) -> None:
         self.namespace = namespace
         self.geometry = namespace.geometry
-        self.slot_bytes = max(
-            page_layout(self.geometry, codec).slot_bytes for codec in (CodecId.RAW, namespace.codec)
-        )
-        self.memory = np.zeros(warm_slots * self.slot_bytes + 4096, dtype=np.uint8)
-        base = self.memory.ctypes.data
-        self.address = base + (-base) % 4096
-        self.free = list(range(warm_slots))
+        self.slabs = {
+            int(codec): FakeSlab(page_layout(self.geometry, codec).slot_bytes, warm_slots)
+            for codec in {CodecId.RAW, namespace.codec}
+        }
         self.table = FakeTable(self.geometry.layers, self.geometry.blocks_for(max_tokens))
         self.epochs = FakeEpochs()
         self.rpc_count = 0
         self.truncations: list[tuple[int, int | None]] = []
         self.aborted = 0
 
-    def slab(self, slab_id: int) -> Any:
-        assert slab_id == self.SLAB
-        return SimpleNamespace(address=self.address, slot_bytes=self.slot_bytes, fd=-1)
+    def slab(self, slab_id: int) -> FakeSlab:
+        return self.slabs[slab_id]
 
     def plan_demotion(
         self, hot_blocks: list[int], need_blocks: int, *, codec: CodecId | None = None,
@@ -87,15 +93,17 @@ class FakeDaemon:
         assert not self.epochs.inside, "demotion inside a step would wait for itself"
         self.rpc_count += 1
         layers = self.geometry.layers
+        number = int(codec or self.namespace.codec)
+        slab = self.slabs[number]
         blocks = sorted(hot_blocks)[:need_blocks]
-        if not blocks or len(self.free) < len(blocks) * layers:
+        if not blocks or len(slab.free) < len(blocks) * layers:
             raise TierFull("the fake warm tier is full")
-        slots = np.array([self.free.pop(0) for _ in range(len(blocks) * layers)], np.uint32)
+        slots = np.array([slab.free.pop(0) for _ in range(len(blocks) * layers)], np.uint32)
         shape = (len(blocks), layers)
         return SimpleNamespace(
             blocks=blocks,
-            codec=np.array([codec or self.namespace.codec for _ in blocks], np.uint8),
-            slab=np.full(shape, self.SLAB, np.uint32),
+            codec=np.full(len(blocks), number, np.uint8),
+            slab=np.full(shape, number, np.uint32),
             slot=slots.reshape(shape),
             generation=np.ones(shape, np.uint32),
         )
@@ -113,7 +121,7 @@ class FakeDaemon:
 
     def abort(self, demotion: Any) -> None:
         self.aborted += 1
-        self.free.extend(int(slot) for slot in demotion.slot.ravel())
+        self.slabs[int(demotion.slab[0, 0])].free.extend(demotion.slot.ravel().tolist())
 
     def truncate(self, first_block: int, *, damaged_layer: int | None = None) -> None:
         self.truncations.append((first_block, damaged_layer))

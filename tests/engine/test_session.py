@@ -147,6 +147,14 @@ def test_a_table_that_never_rests_ends_in_a_typed_error() -> None:
     assert not rig.daemon.epochs.inside
 
 
+@pytest.mark.parametrize("mode", [PlanMode.NEAR, PlanMode.STREAM])
+def test_int8_tiers_stay_close_to_the_own_cache(mode: PlanMode) -> None:
+    rig = Rig(codec=CodecId.INT8, mode=mode)
+    _, logits = own_greedy(rig.tiny.model, rig.prompt, 1)
+    close = rig.generator.feed(rig.prompt)
+    assert 0.0 < float((close - logits[0]).abs().max()) < 0.1
+
+
 def test_a_page_that_int8_cannot_encode_goes_down_raw() -> None:
     rig = Rig(codec=CodecId.INT8)
     rig.generator.feed(rig.prompt[:40])

@@ -1,0 +1,38 @@
+"""Warm-up: compile every kernel that a session will run, before anything is timed or streamed.
+
+Numba compiles a kernel at its first call, which takes seconds. A job does that
+while the user still reads "loading", not in the middle of the first token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tierd.codec import decode_pages, digest_pages, encode_pages, page_layout
+from tierd.types import CodecId, Geometry
+from tierd_engine.attention.cpu import attend_pages, merge_partials
+from tierd_engine.staging import DecodeStaging
+
+_ALIGN_BYTES = 4096
+
+
+def warm_up(geometry: Geometry, heads: int, codec: CodecId, staging: DecodeStaging) -> None:
+    """Run each kernel once on a page of zeros. Writes to the first block of `staging`."""
+    raw = page_layout(geometry, CodecId.RAW)
+    pages = np.zeros(2 * _ALIGN_BYTES + 2 * raw.slot_bytes, dtype=np.uint8)
+    source = pages.ctypes.data + (-pages.ctypes.data) % _ALIGN_BYTES
+    target = source + raw.slot_bytes
+    sources, targets = np.array([source], np.int64), np.array([target], np.int64)
+    tokens = np.array([geometry.block_tokens], np.int32)
+    q = np.zeros((1, heads, geometry.head_dim), np.float32)
+    o = np.zeros((1, *q.shape), np.float32)
+    lse = np.zeros(o.shape[:-1], np.float32)
+    positions = np.zeros(1, np.int64)
+    for kind in sorted({CodecId.RAW, codec}):
+        layout = page_layout(geometry, kind)
+        encode_pages(sources, targets, layout)
+        digest_pages(targets, layout.payload_bytes)
+        decode_pages(targets, layout, staging.keys_array, staging.values_array, 0)
+        attend_pages(q, targets, tokens, layout, 1.0, o, lse, None, None)
+        attend_pages(q, targets, tokens, layout, 1.0, o, lse, positions, positions)
+    merge_partials(o, lse, np.empty_like(q), np.empty_like(lse[0]))
