@@ -28,7 +28,7 @@ def failing(
     error: TierdError,
     numbers: Container[int],
     *,
-    operations: Container[str] = ("create", "read", "write", "delete"),
+    operations: Container[str] = ("create", "read", "write"),
 ) -> Callable[[str, int], None]:
     """Return a MemoryDisk's `fail` that raises `error` at the `numbers`-th of `operations`.
 

@@ -1,1 +1,8 @@
-"""Cold tier on disk: slot headers, I/O ports, slab files. The journal's place is here too."""
+"""Cold tier on disk, and the form of a slot, which warm and cold share.
+
+header     4 KiB before each page: which page it is, what its bytes must hash to
+ports      what is asked of a disk; a folder, and a fake in memory
+slabfiles  cold slabs: one preallocated file each
+
+Journal, snapshots and recovery will stand here.
+"""

@@ -32,7 +32,7 @@ _FIELDS = struct.Struct("<8sII16sIIIBBHQII16sQQ16s")
 _CHECKSUM_OFFSET = HEADER_BYTES - 8
 _PADDING = bytes(_CHECKSUM_OFFSET - _FIELDS.size)
 _DTYPES = {DType.FLOAT32: 1, DType.BFLOAT16: 2, DType.FLOAT16: 3}
-_CODECS = frozenset(int(codec) for codec in CodecId)
+_CODECS = frozenset(int(codec) for codec in CodecId if codec is not CodecId.NONE)
 _DTYPE_OF = {number: dtype for dtype, number in _DTYPES.items()}
 
 
@@ -80,13 +80,13 @@ class SlotHeader:
         if xxhash.xxh3_64_intdigest(view[:_CHECKSUM_OFFSET]) != stored:
             raise _damaged("the header's checksum does not match")
         (
-            magic, version, _, store_uuid, slab, slot, generation, codec, dtype, _, session,
+            magic, version, zero, store_uuid, slab, slot, generation, codec, dtype, zero2, session,
             layer, block, namespace_digest, logical_bytes, stored_bytes, payload_digest,
         ) = _FIELDS.unpack_from(view)  # fmt: skip
         if magic != _MAGIC or version != _VERSION:
             raise _damaged(f"not a slot header of version {_VERSION}")
-        if view[_FIELDS.size : _CHECKSUM_OFFSET].tobytes() != _PADDING:
-            raise _damaged("the header's padding is not zero")
+        if zero or zero2 or view[_FIELDS.size : _CHECKSUM_OFFSET].tobytes() != _PADDING:
+            raise _damaged("the header's reserved bytes are not zero")
         if dtype not in _DTYPE_OF or codec not in _CODECS:
             raise _damaged(f"unknown codec {codec} or dtype {dtype}")
         return cls(

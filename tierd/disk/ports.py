@@ -38,7 +38,10 @@ _SLAB_SUFFIX = ".slab"
 
 
 class DiskPort(Protocol):
-    """Named, preallocated files. `handle` is what `create` returned."""
+    """Named, preallocated files. `handle` is what `create` returned.
+
+    Removing cannot fail: a broken device must not wedge those who make room.
+    """
 
     @property
     def direct(self) -> bool:
@@ -313,9 +316,9 @@ def _storage_errors(what: str) -> Iterator[None]:
 class MemoryDisk:
     """A disk in memory, the fake for tests.
 
-    `fail(operation, count)` is called before each operation ("create", "read",
-    "write", "delete"; count from 1): what it raises is the operation's error,
-    and it may let a fake clock advance. See tierd.testing.failing.
+    `fail(operation, count)` is called before each "create", "read" and "write"
+    (count from 1): what it raises is the operation's error, and it may let a
+    fake clock advance. See tierd.testing.failing.
     """
 
     def __init__(
@@ -372,7 +375,6 @@ class MemoryDisk:
 
     def delete(self, handle: int) -> None:
         """Remove a file."""
-        self._begin("delete")
         del self.files[handle]
 
     def free_bytes(self) -> int:

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -79,18 +80,17 @@ class Mapping:
     def discard(self) -> None:
         """Give the memory back to the host now, whoever else maps it; they then read zeros."""
         assert self._map is not None, "mapping is closed"
-        self._map.madvise(mmap.MADV_REMOVE)
+        with contextlib.suppress(OSError):  # locked memory goes with its last mapping instead
+            self._map.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
         """Unmap. Idempotent. Where a slice is still held, the last holder unmaps."""
         if self._map is None or self._buffer is None:
             return
-        try:
+        # Where somebody still holds a slice, unmapping under it would crash the process.
+        with contextlib.suppress(BufferError):
             self._buffer.release()
             self._map.close()
-        except BufferError:
-            # Somebody still holds a slice: unmapping under it would crash the process.
-            pass
         self._map = self._buffer = None
 
     def __enter__(self) -> Mapping:
