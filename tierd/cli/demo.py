@@ -9,6 +9,7 @@ import typer
 from tierd.cli import options
 from tierd.cli.document import language_reference
 from tierd.cli.job import Display, Placement, run_job_command
+from tierd.cli.terminal import hush_libraries
 
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = "Which statements does this text describe?"
@@ -36,6 +37,8 @@ def demo(
 ) -> None:
     """SmolLM2 reads CPython's language reference and answers, its KV over three tiers."""
     placement = Placement(daemon, warm, cold_dir)
+    hush_libraries(quiet=quiet or as_json)
+    # torch takes seconds to import: what can be refused without it already was.
     from tierd_engine.runner import JobSpec
 
     spec = JobSpec(

@@ -9,6 +9,7 @@ import typer
 from tierd.cli import options
 from tierd.cli.document import read_document
 from tierd.cli.job import Display, Placement, run_job_command
+from tierd.cli.terminal import hush_libraries
 
 Model = Annotated[
     str,
@@ -55,6 +56,7 @@ def generate(
     """A model reads a document and answers, its KV over three tiers."""
     placement = Placement(daemon, warm, cold_dir)
     text = read_document(document)
+    hush_libraries(quiet=quiet or as_json)
     # torch takes seconds to import: what can be refused without it already was.
     from tierd_engine.runner import JobSpec
 

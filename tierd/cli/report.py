@@ -73,7 +73,7 @@ def _check_rows(report: Section) -> Iterator[tuple[str, str]]:
     yield "KL of the logits, mean", figure(verify.get("kl_mean"), ".2e")
     yield "KL of the logits, 99th percentile", figure(verify.get("kl_p99"), ".2e")
     yield "top-1 agreement", figure(verify.get("top1"), ".1%")
-    yield "largest difference of a logit", figure(verify.get("max_logit_difference"), ".2e")
+    yield "largest difference of a logit", figure(verify.get("logit_difference_max"), ".2e")
     yield "prefill, against the model's own", figure(verify.get("prefill_ratio_to_own"), ".2f", "x")
     yield "decode, against the model's own", figure(verify.get("decode_ratio_to_own"), ".2f", "x")
 

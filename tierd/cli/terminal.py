@@ -7,6 +7,7 @@ something is drawn, so that a verb that prints JSON starts fast.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,6 +60,15 @@ def print_table(
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
     console(sys.stdout).print(table)
+
+
+def hush_libraries(*, quiet: bool) -> None:
+    """Keep the engine's libraries' own progress bars away where there is no terminal, or no wish.
+
+    To be called before they are imported: tqdm reads its environment then.
+    """
+    if quiet or not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def console(stream: TextIO) -> Console:

@@ -1,0 +1,69 @@
+"""`tierd serve` as a process: it answers, is read by the other verbs, and ends on SIGTERM."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+START_SECONDS = 20.0
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """Yield the socket of a running daemon, and its process."""
+    socket = str(tmp_path / "run" / "t.sock")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tierd.cli", "serve", "--socket", socket, "--warm", "16MiB",
+         "--cold-dir", str(tmp_path / "cold"), "--cold-cap", "64MiB"],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield socket, process
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def stats_when_up(tierd: Any, socket: str) -> dict[str, Any]:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        outcome = tierd("stats", "--daemon", socket, "--json")
+        if outcome.code == 0:
+            answer: dict[str, Any] = json.loads(outcome.out)
+            return answer
+        assert outcome.code == 3, outcome.err
+        assert time.monotonic() < deadline, outcome.err
+        time.sleep(0.1)
+
+
+def test_a_daemon_is_read_and_ends_cleanly(tierd: Any, served: Any) -> None:
+    socket, process = served
+    stats = stats_when_up(tierd, socket)
+    assert stats["version"] == 1
+    assert stats["tiers"]["warm"]["capacity_bytes"] == 16 << 20
+    assert stats["tiers"]["cold"]["capacity_bytes"] == 64 << 20
+    sessions = tierd("sessions", "--daemon", socket, "--json")
+    assert json.loads(sessions.out) == {"version": 1, "sessions": []}
+    unknown = tierd("hint", "00000000000000ab", "--deadline", "1s", "--daemon", socket)
+    assert unknown.code == 5
+    assert unknown.err.count("\n") == 1
+
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 0
+    assert not Path(socket).exists()
+
+
+def test_a_daemon_that_cannot_start_says_why_in_one_line(tierd: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    outcome = tierd(
+        "serve", "--socket", str(tmp_path / "t.sock"), "--cold-dir", str(tmp_path / "file")
+    )
+    assert outcome.code == 1
+    assert outcome.err.count("\n") == 1
+    assert outcome.err.startswith("tierd: error: ")
