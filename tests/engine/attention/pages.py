@@ -49,6 +49,22 @@ def make_pages(
     return Pages(layout, memory, addresses, keys, values)
 
 
+def poison_beyond(pages: Pages, tokens: npt.NDArray[np.int32]) -> None:
+    """Make everything of tokens that are not valid read as NaN, where the format has a NaN."""
+    layout, d = pages.layout, pages.layout.head_dim
+    for address, count in zip(pages.addresses, tokens, strict=True):
+        for head in range(layout.kv_heads):
+            at = int(address) - pages.memory.ctypes.data + head * layout.head_bytes
+            if layout.codec is CodecId.INT8:
+                parts = ((layout.values, d), (layout.value_scale, 2), (layout.value_zero, 2))
+            else:
+                row = d * layout.dtype.itemsize
+                parts = ((layout.keys, row), (layout.values, row))
+            for offset, row_bytes in parts:
+                first, end = count * row_bytes, layout.block_tokens * row_bytes
+                pages.memory[at + offset + first : at + offset + end] = 0xFF
+
+
 def _put(view: npt.NDArray[np.uint8], offset: int, data: npt.NDArray[Any]) -> None:
     raw = np.ascontiguousarray(data).view(np.uint8).ravel()
     view[offset : offset + raw.size] = raw
