@@ -14,12 +14,9 @@ from typing import Annotated
 import typer
 
 from tierd import __version__
-from tierd.cli import config, demo, doctor, generate, hint, serve, sessions, stats
+from tierd.cli import config, demo, doctor, exits, generate, hint, serve, sessions, stats
 from tierd.cli.terminal import warn
 from tierd.errors import TierdError
-
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 
 # Which extra brings a package that a verb imports.
 _EXTRAS = {
@@ -74,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader has gone (`tierd stats | head`): nothing to say, and nowhere to say it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
+        return exits.FAILED
     return code
 
 
@@ -93,16 +90,18 @@ def _run(argv: Sequence[str] | None) -> int:
         if package not in _EXTRAS:
             raise
         extra = _EXTRAS[package]
-        return _fail(f"this needs {package}; install it with: pip install 'tierd[{extra}]'", 1)
+        return _fail(
+            f"this needs {package}; install it with: pip install 'tierd[{extra}]'", exits.FAILED
+        )
     except BrokenPipeError:
         raise
     except OSError as error:
-        return _fail(str(error), EXIT_FAILED)
+        return _fail(str(error), exits.FAILED)
     except MemoryError as error:
-        return _fail(f"out of memory: {error}", EXIT_FAILED)
+        return _fail(f"out of memory: {error}", exits.FAILED)
     # Outside of standalone mode, typer returns what `typer.Exit` carried.
     code = result if isinstance(result, int) else 0
-    return _interrupted() if code == EXIT_INTERRUPTED else code
+    return _interrupted() if code == exits.INTERRUPTED else code
 
 
 def _help_for(error: typer.TyperException) -> str:
@@ -118,4 +117,4 @@ def _fail(message: str, code: int) -> int:
 
 def _interrupted() -> int:
     warn("interrupted")
-    return EXIT_INTERRUPTED
+    return exits.INTERRUPTED

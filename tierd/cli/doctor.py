@@ -16,14 +16,12 @@ from typing import Annotated
 
 import typer
 
-from tierd.cli import options
+from tierd.cli import exits, options
 from tierd.cli.terminal import print_json, print_table, versioned
 from tierd.config import DaemonConfig, available_memory_bytes, check_memory, load_config
 from tierd.errors import TierdError
 from tierd.units import GIB, SECTOR_BYTES, format_size
 
-EXIT_FAILED = 1
-EXIT_DEGRADED = 4
 FREE_DISK_BYTES = 1 * GIB  # a 128k-token job of a 1B model spills about as much
 PACKAGES = {
     "grpcio": "",
@@ -70,8 +68,8 @@ def doctor(
         print_table("", ["", "check", "found", "fix"], rows, text_columns=4)
     healths = {finding.health for finding in findings}
     if Health.FAILED in healths:
-        raise typer.Exit(EXIT_FAILED)
-    raise typer.Exit(EXIT_DEGRADED if Health.DEGRADED in healths else 0)
+        raise typer.Exit(exits.FAILED)
+    raise typer.Exit(exits.DEGRADED if Health.DEGRADED in healths else 0)
 
 
 def _findings(cold_dir: Path | None, socket: str | None) -> Iterator[Finding]:

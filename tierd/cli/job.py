@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from tierd.cli import exits
 from tierd.cli.report import print_report
 from tierd.cli.terminal import JobDisplay, print_json
 from tierd.errors import InvalidArgument, StorageError, StorageFull
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from tierd_engine.runner import JobSpec
     from tierd_engine.sizing import JobSizes
 
-EXIT_DEGRADED = 4
 WARM_DEFAULT = "25%"
 
 
@@ -72,7 +72,7 @@ def run_job_command(spec: JobSpec, placement: Placement, display: Display) -> in
         print_json(report)
     elif not display.quiet:
         print_report(report)
-    return EXIT_DEGRADED if report.get("degraded") else 0
+    return exits.DEGRADED if report.get("degraded") else 0
 
 
 @contextlib.contextmanager

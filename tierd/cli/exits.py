@@ -1,0 +1,5 @@
+"""Exit codes of `tierd`. A TierdError carries its own; these are the command line's."""
+
+FAILED = 1
+DEGRADED = 4
+INTERRUPTED = 130
