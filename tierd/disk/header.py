@@ -122,8 +122,6 @@ def verify_slot(buffer: memoryview, expected: SlotHeader) -> SlotHeader:
     if expected.payload_digest and header.payload_digest != expected.payload_digest:
         raise damaged("the slot holds an older write of this page")
     payload = buffer[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
-    if len(payload) < header.stored_bytes:
-        raise damaged("the slot is shorter than its page")
     if xxhash.xxh3_128_digest(payload) != header.payload_digest:
         raise damaged("the bytes do not match their digest")
     return header
