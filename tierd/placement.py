@@ -107,9 +107,8 @@ class Placement:
         for place in places:
             self.pool(place.tier, session, place.codec).abort(slot_of(place))
 
-    def reclaim(self) -> int:
-        """Free the retired slots that no engine's step can still read; return how many."""
-        safe_epoch = self.epochs.safe_epoch()
+    def reclaim(self, safe_epoch: int) -> int:
+        """Free the slots retired before `safe_epoch`, which every engine has passed."""
         return sum(pools.reclaim(safe_epoch) for pools in self.pools.values())
 
     def trim(self, namespaces: Collection[bytes]) -> None:

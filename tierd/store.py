@@ -440,7 +440,12 @@ class Store:
 
     def reclaim(self) -> None:
         """Free retired slots, and the slabs of namespaces that have no session."""
-        self.placement.reclaim()
+        safe_epoch = self.placement.epochs.safe_epoch()
+        for session in self.book:
+            if session.table is not None:
+                # First: an engine that was taken for dead must see it before its bytes change.
+                session.table.set_reclaimed(safe_epoch)
+        self.placement.reclaim(safe_epoch)
         self.placement.trim({session.namespace_digest for session in self.book})
 
     def stats(self) -> dict[str, Any]:

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from tierd.errors import PageMiss, StorageError
+from tierd.errors import PageMiss, StaleGeneration, StorageError
 from tierd_engine.cache import TierCache
 from tierd_engine.session import SessionKV
 
 # Larger chunks keep the linear layers busier; past this the gain is under 2 %.
 PREFILL_CHUNK_TOKENS = 512
 LOSSES_PER_BLOCK_MAX = 3  # a block lost more often than this has no working disk under it
+STALE_STEPS_MAX = 3  # steps done again because pages moved under them, in one call
 
 
 class Generator:
@@ -41,11 +42,16 @@ class Generator:
         """
         self.token_ids.extend(token_ids)
         logits: torch.Tensor | None = None
+        stale = 0
         while self.kv.position < len(self.token_ids):
             try:
                 logits = self._step()
             except PageMiss as miss:
                 self._recover(miss)
+            except StaleGeneration:
+                stale += 1
+                if stale > STALE_STEPS_MAX:
+                    raise
             if advanced is not None:
                 advanced(self.kv.position)
         assert logits is not None, "feed takes at least one token"

@@ -38,10 +38,10 @@ from tierd_engine.attention.plan import (
     require_published,
     warm_runs,
 )
-from tierd_engine.coldread import ColdPage, ColdReader, ColdUnit
+from tierd_engine.coldread import ColdPage, ColdReader
 from tierd_engine.staging import StagingRing
 
-_COPY_TRIES = 3  # a page moves at most once a tier; a third change in one layer is a fault
+_RESOLVE_TRIES = 3  # spills come in batches, milliseconds apart; three in a row are rare
 
 
 @dataclass(slots=True)
@@ -87,10 +87,11 @@ class SessionKV:
         self.reader = ColdReader(StagingRing(slot_bytes_max))
         self.agent = TransferAgent(client, handle, self.arena)
         self.executors = Executors(
-            geometry, heads, self.arena, self.reader, self.reader.ring, self._require_current
+            geometry, heads, self.arena, self.reader, self.reader.ring, self._require_unreclaimed
         )
         self.position = 0
         self.step_tokens = 0
+        self._epoch = 0
         self._rpcs_at_begin = 0
         self._resolved_version = -1
         self._lengths = [0] * geometry.layers
@@ -155,11 +156,8 @@ class SessionKV:
         for block in missing:
             self._hot[block] = self.arena.allocate()
             self._plan = None
-        self._resolve_slabs()
-        self._rpcs_at_begin = self.client.rpc_count
+        self._enter()
         self.counts.room_rpcs += self._rpcs_at_begin - rpcs_before
-        assert self.client.epochs is not None
-        self.client.epochs.enter(self.handle.table.epoch())
         self.step_tokens = n
         self._positions = np.arange(self.position, self.position + n, dtype=np.int64)
         self._refresh()
@@ -192,27 +190,22 @@ class SessionKV:
         query: [heads, n, head_dim]; keys, values: [kv_heads, n, head_dim], the step's own.
         """
         n = query.shape[1]
-        for _ in range(_COPY_TRIES):
-            plan = self._current_plan()
-            try:
-                if n <= FEW_QUERIES_MAX:
-                    q = query.transpose(0, 1).to(torch.float32).contiguous().numpy()
-                    mode = PlanMode.NEAR if self.mode is PlanMode.AUTO else self.mode
-                    out = self.executors.attend_few(
-                        layer, plan, q, self._positions, self._hot_tokens, mode, scale
-                    )
-                    o = torch.from_numpy(out)
-                else:
-                    mode = PlanMode.STREAM if self.mode is PlanMode.AUTO else self.mode
-                    o = self.executors.attend_many(
-                        layer, plan, query.float(), keys.float(), values.float(),
-                        self.position, mode, scale,
-                    ).transpose(0, 1)  # fmt: skip
-            except StaleGeneration:
-                self._refresh(next_layer=layer)
-                continue
-            return o.to(query.dtype)
-        raise StaleGeneration(f"layer {layer}: pages moved {_COPY_TRIES} times during one step")
+        plan = self._current_plan()
+        if n <= FEW_QUERIES_MAX:
+            q = query.transpose(0, 1).to(torch.float32).contiguous().numpy()
+            mode = PlanMode.NEAR if self.mode is PlanMode.AUTO else self.mode
+            out = self.executors.attend_few(
+                layer, plan, q, self._positions, self._hot_tokens, mode, scale
+            )
+            o = torch.from_numpy(out)
+        else:
+            mode = PlanMode.STREAM if self.mode is PlanMode.AUTO else self.mode
+            o = self.executors.attend_many(
+                layer, plan, query.float(), keys.float(), values.float(),
+                self.position, mode, scale,
+            ).transpose(0, 1)  # fmt: skip
+        self._require_unreclaimed()
+        return o.to(query.dtype)
 
     def finish(self) -> None:
         """End a step whose every layer was appended and attended."""
@@ -239,6 +232,20 @@ class SessionKV:
         self._lengths = [self.position] * self.geometry.layers
         self._plan = None
 
+    def _enter(self) -> None:
+        """Enter the epoch with every slab that the page table names already known."""
+        assert self.client.epochs is not None
+        for _ in range(_RESOLVE_TRIES):
+            self._resolve_slabs()
+            self._rpcs_at_begin = self.client.rpc_count
+            self._epoch = self.handle.table.epoch()
+            self.client.epochs.enter(self._epoch)
+            if self.handle.table.version() == self._resolved_version:
+                return
+            self.client.epochs.leave()
+        # The table never rests: a slab may then have to be asked for inside the step.
+        self.client.epochs.enter(self._epoch)
+
     def _leave(self) -> None:
         self.step_tokens = 0
         assert self.client.epochs is not None
@@ -260,17 +267,17 @@ class SessionKV:
             self.client.slab(int(slab))
         self._resolved_version = version
 
-    def _require_current(self, plan: StepPlan) -> None:
-        if plan.table_version != self.handle.table.version():
-            raise StaleGeneration("the page table changed during a copy")
+    def _require_unreclaimed(self) -> None:
+        """Raise StaleGeneration if a slot that this step may have read was given away."""
+        if self.handle.table.reclaimed() > self._epoch:
+            raise StaleGeneration("the daemon took this engine for dead and reused its pages")
 
-    def _refresh(self, next_layer: int = 0) -> None:
+    def _refresh(self) -> None:
         """Make the plan anew if what is hot or the page table has changed."""
         version = self.handle.table.version()
-        old = self._plan
-        if old is None or old.table_version != version or next_layer:
+        if self._plan is None or self._plan.table_version != version:
             self._plan = self._build_plan(version)
-            self.reader.set_schedule(_from_layer(self._plan, next_layer))
+            self.reader.set_schedule(self._plan.cold_units)
         tokens = self.geometry.block_tokens
         filled = self.position + self.step_tokens - self._current_plan().hot_first
         self._hot_tokens = np.clip(filled, 0, tokens).astype(np.int32)
@@ -395,10 +402,3 @@ class SessionKV:
         assert used == len(self._hot), f"{used=} != {len(self._hot)=}"
         allowed = {self.position, self.position + self.step_tokens}
         assert set(self._lengths) <= allowed, f"{self._lengths=} {allowed=}"
-
-
-def _from_layer(plan: StepPlan, layer: int) -> list[ColdUnit]:
-    """Return the cyclic schedule of cold units, starting at `layer`."""
-    behind = sum(len(layer_plan.cold) for layer_plan in plan.layers[:layer])
-    units = list(plan.cold_units)
-    return units[behind:] + units[:behind]

@@ -29,6 +29,9 @@ class FakeTable:
     def epoch(self) -> int:
         return 7
 
+    def reclaimed(self) -> int:
+        return 0
+
     def touch(self) -> None:
         self.version_number += 1
 

@@ -115,36 +115,46 @@ def test_a_block_lost_again_and_again_ends_in_a_typed_error() -> None:
         rig.generator.feed([1])
 
 
-def test_a_copy_made_while_the_table_changed_is_made_again() -> None:
-    rig = Rig(mode=PlanMode.STREAM)
+@pytest.mark.parametrize("mode", [PlanMode.NEAR, PlanMode.STREAM])
+def test_a_step_whose_slots_were_reused_is_done_again(mode: PlanMode) -> None:
+    rig = Rig(mode=mode)
     expected = rig.expected()
-    plain = rig.daemon.table.version
     calls = {"left": 3}
 
-    def version() -> int:
-        if calls["left"] and rig.daemon.epochs.inside and rig.kv.position > CONTEXT:
+    def reclaimed() -> int:
+        if calls["left"] and rig.kv.position > CONTEXT:
             calls["left"] -= 1
+            return rig.daemon.table.epoch() + 1
+        return 0
+
+    rig.daemon.table.reclaimed = reclaimed  # type: ignore[method-assign]
+    rig.generator.feed(rig.prompt)
+    rig.generator.feed([expected[0]])
+    logits = rig.generator.feed([expected[1]])
+    assert int(logits.argmax()) == expected[2] and calls["left"] == 0
+
+
+def test_slots_reused_again_and_again_end_in_a_typed_error() -> None:
+    rig = Rig(mode=PlanMode.STREAM)
+    rig.generator.feed(rig.prompt)
+    rig.daemon.table.reclaimed = lambda: 99  # type: ignore[method-assign]
+    with pytest.raises(StaleGeneration, match="took this engine for dead"):
+        rig.generator.feed([1])
+    assert not rig.daemon.epochs.inside
+
+
+def test_a_table_that_changes_between_steps_is_read_again() -> None:
+    rig = Rig()
+    expected = rig.expected()
+    plain = rig.daemon.table.version
+
+    def version() -> int:
+        if not rig.daemon.epochs.inside:
             rig.daemon.table.touch()
         return plain()
 
     rig.daemon.table.version = version  # type: ignore[method-assign]
     assert greedy(rig.generator, rig.prompt, NEW).tokens == expected
-    assert calls["left"] == 0
-
-
-def test_a_table_that_never_rests_ends_in_a_typed_error() -> None:
-    rig = Rig(mode=PlanMode.STREAM)
-    rig.generator.feed(rig.prompt)
-    plain = rig.daemon.table.version
-
-    def version() -> int:
-        rig.daemon.table.touch()
-        return plain()
-
-    rig.daemon.table.version = version  # type: ignore[method-assign]
-    with pytest.raises(StaleGeneration, match="pages moved"):
-        rig.generator.feed([1])
-    assert not rig.daemon.epochs.inside
 
 
 @pytest.mark.parametrize("mode", [PlanMode.NEAR, PlanMode.STREAM])

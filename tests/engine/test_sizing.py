@@ -64,5 +64,5 @@ def test_all_hot_needs_neither_warm_nor_cold() -> None:
 
 def test_a_context_past_the_trained_length_is_refused_with_the_way_out() -> None:
     check_length(SHAPE, 8064, 128)
-    with pytest.raises(InvalidArgument, match="8192.*--rope-scaling"):
+    with pytest.raises(InvalidArgument, match=r"8192.*--rope-scaling"):
         check_length(SHAPE, 8065, 128)

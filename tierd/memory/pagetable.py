@@ -8,6 +8,7 @@ Invariants:
     0     magic "TIERDPT1", u32 format, u32 layers, u32 max_blocks, u32 0, u64 session
     64    u64 epoch, the daemon's
     128   u64 version
+    192   u64 reclaimed: slots retired before this epoch may have been reused
     4096  entries [layers, max_blocks]: u64 word, u32 generation, u32 check
           word = tier | codec << 4 | slab << 8 | slot << 32
 """
@@ -30,7 +31,7 @@ from tierd.units import SECTOR_BYTES, round_up
 _MAGIC = b"TIERDPT1"
 _FORMAT = 1
 _HEADER = struct.Struct("<8sIIIIQ")
-_EPOCH_OFFSET, _VERSION_OFFSET = 64, 128
+_EPOCH_OFFSET, _VERSION_OFFSET, _RECLAIMED_OFFSET = 64, 128, 192
 _ENTRY = np.dtype([("word", "<u8"), ("generation", "<u4"), ("check", "<u4")])
 SLAB_MAX, SLOT_MAX = 2**24 - 1, 2**32 - 1
 # Writing an entry takes under 1 us, unless the daemon loses its core half-way: then tens of
@@ -92,6 +93,7 @@ class PageTableWriter:
         self._entries = _entries(self._array, layers, max_blocks)
         self._epoch = self._array[_EPOCH_OFFSET : _EPOCH_OFFSET + 8].view("<u8")
         self._version = self._array[_VERSION_OFFSET : _VERSION_OFFSET + 8].view("<u8")
+        self._reclaimed = self._array[_RECLAIMED_OFFSET : _RECLAIMED_OFFSET + 8].view("<u8")
         self._closed = False
 
     def publish(self, layer: int, block: int, place: Place) -> None:
@@ -113,6 +115,10 @@ class PageTableWriter:
         """Show the daemon's epoch to the engine."""
         self._epoch[0] = epoch
 
+    def set_reclaimed(self, epoch: int) -> None:
+        """Say that slots retired before `epoch` are reused from now on. Call it before they are."""
+        self._reclaimed[0] = epoch
+
     def bump_version(self) -> None:
         """Say that a batch of changes is complete."""
         self._version[0] += np.uint64(1)
@@ -122,7 +128,7 @@ class PageTableWriter:
         if self._closed:
             return
         self._closed = True
-        del self._entries, self._epoch, self._version, self._array
+        del self._entries, self._epoch, self._version, self._reclaimed, self._array
         self._mapping.close()
         os.close(self.fd)
 
@@ -145,6 +151,7 @@ class PageTableReader:
         self._entries = _entries(array, self.layers, self.max_blocks)
         self._epoch = array[_EPOCH_OFFSET : _EPOCH_OFFSET + 8].view("<u8")
         self._version = array[_VERSION_OFFSET : _VERSION_OFFSET + 8].view("<u8")
+        self._reclaimed = array[_RECLAIMED_OFFSET : _RECLAIMED_OFFSET + 8].view("<u8")
 
     def version(self) -> int:
         """Return the number of completed batches of changes."""
@@ -153,6 +160,14 @@ class PageTableReader:
     def epoch(self) -> int:
         """Return the daemon's epoch."""
         return int(self._epoch[0])
+
+    def reclaimed(self) -> int:
+        """Return the epoch before which retired slots may have been reused.
+
+        A step that entered at epoch e reads good bytes as long as this is at
+        most e. It is more only if the daemon took this engine for dead.
+        """
+        return int(self._reclaimed[0])
 
     def read(self, blocks: int) -> PageTableView:
         """Return a copy of the first `blocks` columns; 0 is allowed.
@@ -174,7 +189,7 @@ class PageTableReader:
 
     def close(self) -> None:
         """Unmap. Idempotent."""
-        for name in ("_entries", "_epoch", "_version"):
+        for name in ("_entries", "_epoch", "_version", "_reclaimed"):
             self.__dict__.pop(name, None)
         self._mapping.close()
 

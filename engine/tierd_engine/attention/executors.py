@@ -37,7 +37,7 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class Executors:
-    """Runs one layer's plan. `still_valid` says whether a copy just made may be used."""
+    """Runs one layer's plan. `require_valid` raises if a copy just made must not be used."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Executors:
         arena: HotArena,
         reader: ColdReader,
         ring: StagingRing,
-        still_valid: Callable[[StepPlan], None],
+        require_valid: Callable[[], None],
     ) -> None:
         self.geometry = geometry
         self.heads = heads
@@ -56,7 +56,7 @@ class Executors:
         self.staging = DecodeStaging(geometry)
         # Warm pages that stream copies get a ring of their own: cold reads run ahead in theirs.
         self.copy_ring = StagingRing(0)
-        self._still_valid = still_valid
+        self._require_valid = require_valid
         self._o: Float32Array = np.empty(0, dtype=np.float32)
         self._lse: Float32Array = np.empty(0, dtype=np.float32)
 
@@ -125,7 +125,7 @@ class Executors:
         layer_plan: LayerPlan = plan.layers[layer]
         for run in layer_plan.warm:
             if mode is PlanMode.STREAM:
-                yield from self._streamed(run, plan)
+                yield from self._streamed(run)
             else:
                 yield run.layout, run.addresses, run.tokens
         for unit in layer_plan.cold:
@@ -135,7 +135,7 @@ class Executors:
             self.reader.release()
 
     def _streamed(
-        self, run: PageRun, plan: StepPlan
+        self, run: PageRun
     ) -> Iterator[tuple[PageLayout, IntArray, npt.NDArray[np.int32]]]:
         slot_bytes = run.layout.slot_bytes
         per_chunk = self.copy_ring.chunk_bytes // slot_bytes
@@ -144,7 +144,7 @@ class Executors:
             base = self.copy_ring.address(i % self.copy_ring.chunks) + HEADER_BYTES
             staged = base + np.arange(len(source), dtype=np.int64) * slot_bytes
             copy_pages(source, staged, run.layout.payload_bytes)
-            self._still_valid(plan)
+            self._require_valid()
             yield run.layout, staged, run.tokens[start : start + per_chunk]
 
     def _stage_hot(
