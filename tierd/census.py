@@ -100,9 +100,9 @@ def _owned_slots(store: Store) -> tuple[Counter[SlabPool], Counter[SlabPool]]:
         if move.orphaned:
             resident[placement.pool(move.source.tier, move.session, to.codec)] += 1
         else:
-            page = move.session.index.get(move.key.layer, move.key.block)
-            assert page is not None and page.place == move.source, (
-                f"move of {move.key} from {move.source}, but the page is {page}"
+            found = move.session.index.get(move.key.layer, move.key.block)
+            assert found is not None and found.place == move.source, (
+                f"move of {move.key} from {move.source}, but the page is {found}"
             )
     return resident, reserved
 

@@ -285,8 +285,9 @@ class Mover:
             answer.set_exception(error)
 
     def _fail_waiters(self) -> None:
-        for waiter in (*self._rooms, *self._promotions):
-            self._answer(waiter.answer, DaemonUnavailable("the daemon is stopping"))
+        answers = [room.answer for room in self._rooms]
+        for answer in answers + [promotion.answer for promotion in self._promotions]:
+            self._answer(answer, DaemonUnavailable("the daemon is stopping"))
         self._rooms.clear()
         self._promotions.clear()
 

@@ -1,0 +1,59 @@
+"""Threads for blocking work: bounded, reported once, on the loop's thread."""
+
+import asyncio
+import threading
+
+import pytest
+
+from tests.rig import in_loop
+from tierd.lanes import ThreadLanes
+
+
+@in_loop
+async def test_work_runs_elsewhere_and_is_reported_on_the_loops_thread():
+    lanes = ThreadLanes(2)
+    seen, done = [], asyncio.Event()
+
+    def report() -> None:
+        seen.append(threading.current_thread())
+        done.set()
+
+    lanes.begin(lambda: seen.append(threading.current_thread()), report)
+    assert lanes.free() == 1
+    await done.wait()
+    assert seen[0] is not seen[1] is threading.current_thread()
+    assert lanes.free() == 2
+    lanes.stop()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@in_loop
+async def test_work_that_raises_is_reported_too():
+    lanes = ThreadLanes(1)
+    done = asyncio.Event()
+    lanes.begin(lambda: 1 / 0, done.set)
+    await done.wait()
+    lanes.stop()
+
+
+@in_loop
+async def test_no_more_is_begun_than_there_are_lanes():
+    lanes = ThreadLanes(1)
+    release = threading.Event()
+    lanes.begin(lambda: release.wait(10.0), lambda: None)
+    assert lanes.free() == 0
+    with pytest.raises(AssertionError):
+        lanes.begin(lambda: None, lambda: None)
+    release.set()
+    lanes.stop()
+
+
+@in_loop
+async def test_stop_does_not_wait_for_hung_work_and_its_threads_keep_no_process_alive():
+    lanes = ThreadLanes(1)
+    release = threading.Event()
+    lanes.begin(lambda: release.wait(10.0), lambda: None)
+    lanes.stop()
+    assert lanes.free() == 0
+    assert all(thread.daemon for thread in threading.enumerate() if "tierd-lane" in thread.name)
+    release.set()
