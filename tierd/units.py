@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from fractions import Fraction
 
 from tierd.errors import InvalidArgument
 
@@ -21,7 +23,8 @@ _SIZE_FACTORS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
 _DURATION_FACTORS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_NUMBER_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*\Z", re.ASCII)
+# Twenty digits hold any 64-bit number; without a bound a float becomes infinity.
+_NUMBER_UNIT = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-zA-Z]*)\s*\Z", re.ASCII)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -29,22 +32,22 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _parse(text: str, factors: dict[str, float], what: str, example: str) -> float:
+def _parse(text: str, factors: Mapping[str, float], what: str, example: str) -> Fraction:
     match = _NUMBER_UNIT.match(text)
     factor = factors.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
         raise InvalidArgument(f"{text!r} is not a {what}; write it as {example}")
-    return float(match.group(1)) * factor
+    return Fraction(match.group(1)) * Fraction(factor)
 
 
 def parse_size(text: str) -> int:
     """Return bytes for "64MiB", "1.5GiB", "4096". Raises InvalidArgument."""
-    return int(_parse(text, dict(_SIZE_FACTORS), "size", '"64MiB" or "1.5GiB"'))
+    return int(_parse(text, _SIZE_FACTORS, "size", '"64MiB" or "1.5GiB"'))
 
 
 def parse_duration(text: str) -> float:
     """Return seconds for "250ms", "2s", "5m". Raises InvalidArgument."""
-    return _parse(text, _DURATION_FACTORS, "duration", '"250ms" or "2s"')
+    return float(_parse(text, _DURATION_FACTORS, "duration", '"250ms" or "2s"'))
 
 
 def parse_share(text: str, whole_bytes: int) -> int:
@@ -53,9 +56,9 @@ def parse_share(text: str, whole_bytes: int) -> int:
     if not stripped.endswith("%"):
         return parse_size(stripped)
     percent = _parse(stripped[:-1], {"": 1.0}, "percentage", '"25%"')
-    if percent > 100.0:
+    if percent > 100:
         raise InvalidArgument(f"{text!r} is more than 100%")
-    return int(whole_bytes * percent / 100.0)
+    return int(whole_bytes * percent / 100)
 
 
 def format_size(size_bytes: float) -> str:
