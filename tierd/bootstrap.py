@@ -135,8 +135,9 @@ class BootstrapServer:
             reply = self._reply(connection, request)
         except TierdError as error:
             reply = Reply({"error": error.reason, "message": str(error)})
+        fields = {**reply.fields, "n": request.get("n", -1)}
         try:
-            send_message(connection.sock, reply.fields, reply.fds)
+            send_message(connection.sock, fields, reply.fds)
         except TierdError:
             self._end(connection)
 
@@ -185,6 +186,11 @@ class BootstrapServer:
 
 def _refuse(sock: socket.socket, error: Exception) -> None:
     reason = error.reason if isinstance(error, TierdError) else "INTERNAL"
+    # A hello that is left unread would make the kernel drop our answer with the connection.
+    with contextlib.suppress(OSError, InvalidArgument):
+        received = receive_message(sock)
+        for fd in received[1] if received else ():
+            os.close(fd)
     with contextlib.suppress(TierdError):
         send_message(sock, {"error": reason, "message": str(error)})
     sock.close()
@@ -213,9 +219,11 @@ def make_private_folder(folder: str) -> None:
 
 
 def remove_stale_socket(path: str) -> None:
-    """Remove a dead daemon's socket. Raises ConfigError if a live one answers."""
+    """Remove a dead daemon's socket. Raises ConfigError if one lives, or it is another file."""
     if not os.path.lexists(path):
         return
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise ConfigError(f"service.socket: {path} is there and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.settimeout(1.0)
         try:

@@ -2,8 +2,7 @@
 
 Invariants:
   one request is under way at a time, and each has a deadline
-  after an error on the socket the connection is closed: an answer that came late
-  could be taken for the next one's
+  an answer carries its request's number: one that came late is never the next one's
 """
 
 from __future__ import annotations
@@ -52,6 +51,7 @@ class BootstrapClient:
         self._sock = sock
         self._path = path
         self._lock = threading.Lock()
+        self._asked = 0
         self.token: str = hello["token"]
         self.boot_id: str = hello["boot_id"]
         self.rpc_target: str = hello["rpc"]
@@ -71,7 +71,7 @@ class BootstrapClient:
         sock = _connected(path, deadline_seconds)
         try:
             request = {"v": PROTOCOL_VERSION, "op": "hello", "kind": kind}
-            hello, fds = _exchange(sock, path, request)
+            hello, fds = _exchange(sock, path, {**request, "n": 0})
         except BaseException:
             sock.close()
             raise
@@ -94,11 +94,8 @@ class BootstrapClient:
 
     def _ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         with self._lock:
-            try:
-                return _exchange(self._sock, self._path, request)
-            except DaemonUnavailable:
-                self._sock.close()
-                raise
+            self._asked += 1
+            return _exchange(self._sock, self._path, {**request, "n": self._asked})
 
     def close(self) -> None:
         """Close the connection: the daemon frees all that this client held. Idempotent."""
@@ -134,8 +131,16 @@ def _exchange(
     sock: socket.socket, path: str, request: dict[str, Any]
 ) -> tuple[dict[str, Any], list[int]]:
     try:
-        send_message(sock, request)
-        received = receive_message(sock)
+        try:
+            send_message(sock, request)
+        except DaemonUnavailable:
+            received = receive_message(sock)  # it may have said why before it closed
+        else:
+            received = receive_message(sock)
+            while received is not None and received[0].get("n", -1) not in (request["n"], -1):
+                for fd in received[1]:  # the answer to a request that was given up
+                    os.close(fd)
+                received = receive_message(sock)
     except TimeoutError:
         raise DeadlineExceeded(f"the daemon at {path} does not answer") from None
     except OSError as error:

@@ -1,0 +1,241 @@
+"""The async client: what a program that schedules work needs, hints with feedback foremost.
+
+It reads and hints; sessions are opened by engines, through `tierd.client`.
+
+Invariants:
+  every call has a deadline, and so has the answer to each command of a hint stream
+  a stream's answers find their askers by tag; when it ends, every asker is told
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tierd.client import (
+    CALL_SECONDS,
+    CHANNEL_OPTIONS,
+    call_metadata,
+    check_boot_id,
+    hint_request,
+    ticket_to_dict,
+)
+from tierd.errors import DaemonUnavailable, DeadlineExceeded, TierdError, TierFull, error_for_reason
+from tierd.rpc import wire
+from tierd.rpc.errors import error_of
+from tierd.rpc.handshake import TOOL, BootstrapClient
+from tierd.rpc.v1 import tierd_pb2 as pb
+from tierd.rpc.v1 import tierd_pb2_grpc as pb_grpc
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """How a hint ended: useful, late, wasted or cancelled."""
+
+    hint_id: int
+    outcome: str
+
+
+class AsyncClient:
+    """A connection to one daemon, of kind "tool". Use as an async context, in one event loop."""
+
+    def __init__(self, bootstrap: BootstrapClient, socket: str) -> None:
+        self.socket = socket
+        self.boot_id = bootstrap.boot_id
+        self._bootstrap = bootstrap
+        self._metadata = call_metadata(bootstrap)
+        self._channel = grpc.aio.insecure_channel(bootstrap.rpc_target, options=CHANNEL_OPTIONS)
+        stubs: Any = pb_grpc  # generated without types
+        self._sessions = stubs.SessionsStub(self._channel)
+        self._hints = stubs.HintsStub(self._channel)
+        self._stats = stubs.StatsStub(self._channel)
+
+    @classmethod
+    async def connect(cls, socket: str, *, deadline_seconds: float = 5.0) -> AsyncClient:
+        """Connect to the daemon at `socket`. Raises as Client.connect."""
+        bootstrap = await asyncio.to_thread(BootstrapClient.connect, socket, TOOL, deadline_seconds)
+        return cls(bootstrap, socket)
+
+    async def sessions(self) -> list[dict[str, Any]]:
+        """Return a row for each session the daemon keeps, oldest first."""
+        reply = await self._call(self._sessions.List, pb.ListRequest())
+        return [wire.session_info_to_dict(info) for info in reply.sessions]
+
+    async def stats(self) -> dict[str, Any]:
+        """Return the daemon's figures, as Client.stats."""
+        reply = await self._call(self._stats.Snapshot, pb.SnapshotRequest())
+        return wire.snapshot_to_dict(reply)
+
+    async def watch(self, interval_seconds: float) -> AsyncIterator[dict[str, Any]]:
+        """Yield the figures now and at each interval, until the daemon drains."""
+        call = self._stats.Watch(
+            pb.WatchRequest(interval_seconds=interval_seconds), metadata=self._metadata
+        )
+        try:
+            async for reply in call:
+                yield wire.snapshot_to_dict(reply)
+        except grpc.RpcError as failure:
+            raise self._error(failure) from None
+        finally:
+            call.cancel()
+
+    async def hint(
+        self,
+        session_id: str,
+        *,
+        deadline_seconds: float,
+        first_token: int = 0,
+        last_token: int | None = None,
+        confidence: float = 1.0,
+        priority: int = 0,
+    ) -> dict[str, Any]:
+        """Give one hint, as Client.hint; it ends with this client."""
+        request = hint_request(
+            session_id, deadline_seconds, first_token, last_token, confidence, priority
+        )
+        return ticket_to_dict(await self._call(self._hints.Hint, request))
+
+    async def cancel_hint(self, hint_id: int) -> None:
+        """Cancel a hint of this client. Raises NotFound if it is settled or unknown."""
+        await self._call(self._hints.Cancel, pb.CancelHintRequest(hint_id=hint_id))
+
+    @contextlib.asynccontextmanager
+    async def hint_stream(self) -> AsyncIterator[HintStream]:
+        """Open a stream of hints with feedback; its hints are cancelled when it is left."""
+        stream = HintStream(self._hints.Stream(metadata=self._metadata), self._error)
+        try:
+            yield stream
+        finally:
+            await stream.close()
+
+    async def _call(self, method: Any, request: Any) -> Any:
+        call = method(request, timeout=CALL_SECONDS, metadata=self._metadata)
+        try:
+            reply = await call
+        except grpc.RpcError as failure:
+            raise self._error(failure) from None
+        check_boot_id(await call.trailing_metadata(), self.boot_id, self.socket)
+        return reply
+
+    def _error(self, failure: Any) -> TierdError:
+        try:
+            check_boot_id(failure.trailing_metadata(), self.boot_id, self.socket)
+        except DaemonUnavailable as restarted:
+            return restarted
+        return error_of(failure, self.socket)
+
+    async def close(self) -> None:
+        """Leave: the daemon cancels what this client hinted. Idempotent."""
+        await self._channel.close()
+        self._bootstrap.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+
+class HintStream:
+    """Hints with feedback. Made by AsyncClient.hint_stream."""
+
+    def __init__(self, call: Any, error_of_call: Any) -> None:
+        self._call = call
+        self._error_of_call = error_of_call
+        self._next_tag = 1
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        # At most as many outcomes wait here as hints may be open in all: 1,024.
+        self._settled: asyncio.Queue[Settled | TierdError | None] = asyncio.Queue()
+        self._reader = asyncio.create_task(self._read())
+
+    async def hint(
+        self,
+        session_id: str,
+        *,
+        deadline_seconds: float,
+        first_token: int = 0,
+        last_token: int | None = None,
+        confidence: float = 1.0,
+        priority: int = 0,
+    ) -> dict[str, Any]:
+        """Give a hint and return its ticket. Raises as Client.hint."""
+        request = hint_request(
+            session_id, deadline_seconds, first_token, last_token, confidence, priority
+        )
+        event = await self._ask(pb.HintCommand(hint=request))
+        return ticket_to_dict(event.ticket)
+
+    async def cancel(self, hint_id: int) -> None:
+        """Cancel one of this stream's hints. Raises NotFound if it is settled or unknown."""
+        await self._ask(pb.HintCommand(cancel=pb.CancelHintRequest(hint_id=hint_id)))
+
+    async def outcomes(self) -> AsyncIterator[Settled]:
+        """Yield each hint's outcome as it is known, until the stream ends."""
+        while (settled := await self._settled.get()) is not None:
+            if isinstance(settled, TierdError):
+                raise settled
+            yield settled
+
+    async def _ask(self, command: Any) -> Any:
+        command.tag = self._next_tag
+        self._next_tag += 1
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._asked[command.tag] = answer
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                if self._reader.done():
+                    raise DaemonUnavailable("the hint stream has ended")
+                await self._call.write(command)
+                return await answer
+        except TimeoutError:
+            raise DeadlineExceeded("the daemon did not answer a hint within its deadline") from None
+        except grpc.RpcError as failure:
+            raise self._error_of_call(failure) from None
+        except asyncio.InvalidStateError:
+            raise DaemonUnavailable("the hint stream has ended") from None
+        finally:
+            self._asked.pop(command.tag, None)
+
+    async def _read(self) -> None:
+        ended: TierdError = DaemonUnavailable("the hint stream has ended")
+        try:
+            async for event in self._call:
+                self._take(event)
+            self._settled.put_nowait(None)
+        except grpc.RpcError as failure:
+            ended = self._error_of_call(failure)
+            self._settled.put_nowait(ended)
+        finally:
+            for answer in self._asked.values():
+                if not answer.done():
+                    answer.set_exception(ended)
+
+    def _take(self, event: Any) -> None:
+        kind = event.WhichOneof("event")
+        if kind == "settled":
+            outcome = pb.HintOutcome.Name(event.settled.outcome)
+            name = outcome.removeprefix("HINT_OUTCOME_").lower()
+            self._settled.put_nowait(Settled(event.settled.hint_id, name))
+            return
+        answer = self._asked.get(event.tag)
+        if answer is None or answer.done():
+            return
+        if kind == "refusal":
+            error = error_for_reason(event.refusal.reason, event.refusal.message)
+            if isinstance(error, TierFull):
+                error.retry_after_seconds = event.refusal.retry_after_seconds
+            answer.set_exception(error)
+        else:
+            answer.set_result(event)
+
+    async def close(self) -> None:
+        """End the stream. Idempotent."""
+        self._call.cancel()
+        self._reader.cancel()
+        await asyncio.wait([self._reader], timeout=CALL_SECONDS)
