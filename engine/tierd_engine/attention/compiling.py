@@ -20,7 +20,12 @@ KERNEL_SOURCES = ("compiling.py", "kernel.py", "merging.py", "simd.py", "team.py
 
 # A step is compiled into a kernel and never called from Python: it needs no wrappers.
 # Division is the machine's: a kernel raises nothing.
-step = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")
+# `inlined` is for what stands in a loop over vectors: a call there would spill every register.
+_STEP: dict[str, Any] = {
+    "no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"
+}  # fmt: skip
+step = njit(**_STEP)
+inlined = njit(**_STEP, forceinline=True)
 
 
 @functools.cache
