@@ -19,6 +19,7 @@ import xxhash
 from tierd.carry import Batch
 from tierd.codec.layout import HEADER_BYTES, page_layout
 from tierd.demotions import DemotionPlan
+from tierd.disk.ports import PosixDisk
 from tierd.disk.slabfiles import SlabFiles
 from tierd.errors import StorageError
 from tierd.memory.epochs import EpochWriter
@@ -80,10 +81,15 @@ class HeldLanes:
 class Rig:
     """A store with `warm_bytes` and `cold_bytes`, engines 1, 2, ... and pages with known bytes."""
 
-    def __init__(self, warm_bytes: int = 16 * INT8_BLOCK, cold_bytes: int = 1 << 24) -> None:
+    def __init__(
+        self,
+        warm_bytes: int = 16 * INT8_BLOCK,
+        cold_bytes: int = 1 << 24,
+        disk: MemoryDisk | PosixDisk | None = None,
+    ) -> None:
         self.clock = FakeClock()
         self._failing_writes = 0
-        self.disk = MemoryDisk(fail=self._fault)
+        self.disk = disk or MemoryDisk(fail=self._fault)
         numbers = itertools.count(1)
         self.store = Store(
             warm=TierParts(MemfdBacking(), warm_bytes, 1 << 20),

@@ -26,14 +26,15 @@ async def test_work_runs_elsewhere_and_is_reported_on_the_loops_thread():
     lanes.stop()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @in_loop
-async def test_work_that_raises_is_reported_too():
+async def test_work_that_raises_is_reported_too(monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
     lanes = ThreadLanes(1)
     done = asyncio.Event()
     lanes.begin(lambda: 1 / 0, done.set)
     await done.wait()
     lanes.stop()
+    await asyncio.to_thread(lanes._threads[0].join, 5.0)
 
 
 @in_loop

@@ -24,6 +24,7 @@ SESSIONS_MAX = 1024
 # 256 MiB it is a mistake, and 1,024 sessions of that size would be all of a host's memory.
 PAGE_TABLE_BYTES_MAX = 256 << 20
 PAGE_TABLE_ENTRY_BYTES = 16
+NEVER = 2**64 - 1  # beyond any epoch
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +77,12 @@ class Session:
         self.state = SessionState.RUNNING
 
     def take_back(self, state: SessionState) -> None:
-        """End the engine's ownership: the page table is emptied and closed."""
+        """End the engine's ownership: the page table is emptied and closed.
+
+        An engine that still looks (it was taken for dead) sees every slot reclaimed.
+        """
+        if self.table is not None:
+            self.table.set_reclaimed(NEVER)
         self.index.detach()
         if self.table is not None:
             self.table.close()
