@@ -64,13 +64,14 @@ def test_who_gets_a_read_only_memfd_cannot_write_to_it() -> None:
 
 @pytest.mark.parametrize(
     ("number", "kind"),
-    [(errno.ENOSPC, TierFull), (errno.ENOMEM, TierFull), (errno.EINVAL, StorageError)],
+    [(errno.ENOSPC, TierFull), (errno.ENOMEM, TierFull), (errno.EMFILE, StorageError)],
 )
-def test_a_failed_allocation_is_typed_and_leaves_no_fd(monkeypatch, number, kind) -> None:
+@pytest.mark.parametrize("call", ["memfd_create", "ftruncate", "posix_fallocate"])
+def test_a_failed_allocation_is_typed_and_leaves_no_fd(monkeypatch, call, number, kind) -> None:
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "posix_fallocate", fail)
+    monkeypatch.setattr(os, call, fail)
     before = open_fds()
     with pytest.raises(kind):
         create_memfd("test", SIZE)

@@ -241,6 +241,22 @@ def test_a_hundred_thousand_slots_live_and_die() -> None:
     tiny.check()
 
 
+@pytest.mark.parametrize("apart", [1, 2, 255, 256, 1000, 9_999])
+def test_free_slots_far_apart_in_one_slab_are_found_in_order(apart: int) -> None:
+    count = 10_000
+    tiny = Tiny(budget_bytes=count * SLOT, slab_bytes=count * SLOT)
+    pool = tiny.pool()
+    slots = pool.reserve(count)
+    freed = slots[::apart]
+    for slot in freed:
+        pool.abort(slot)
+    taken = [*pool.reserve(min(3, len(freed)))]
+    while again := pool.reserve(min(50, len(freed) - len(taken))):
+        taken += again
+    assert places(taken) == places(freed)
+    tiny.check()
+
+
 @pytest.mark.parametrize("state", ["FREE", "RETIRED"])
 def test_integrity_notices_a_slot_that_changed_state_by_itself(tiny, state) -> None:
     pool = tiny.pool()

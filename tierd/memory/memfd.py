@@ -27,14 +27,16 @@ def create_memfd(name: str, size_bytes: int, *, others_read_only: bool = False) 
     With `others_read_only` the caller must map it writable first, then call
     `seal_future_write`. Raises TierFull when the host has no memory for it.
     """
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = -1
     try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size_bytes)
         os.posix_fallocate(fd, 0, size_bytes)
         seals = _SIZE_SEALS if others_read_only else _SIZE_SEALS | fcntl.F_SEAL_SEAL
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     except OSError as error:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
         if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
             raise TierFull(f"the host has no {format_size(size_bytes)} of memory left") from error
         raise StorageError(f"memfd {name}: {error.strerror}") from error
