@@ -159,7 +159,9 @@ def _make_reader(addresses: npt.NDArray[np.int64], page_bytes: int) -> Callable[
 
 def benchmark_attention() -> list[AttentionRow]:
     """Measure every shape; print each with limit and ratio; return the rows."""
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    threads = torch.get_num_threads()
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    torch.set_num_threads(threads)  # Numba, starting up, sets the OpenMP of both to all cores
     region = mmap.mmap(-1, _BUFFER_BYTES)
     buffer = np.frombuffer(region, dtype=np.uint8)
     buffer[:] = 0x2F  # as float16 0.11, as bfloat16 and float32 1.6e-10: ordinary numbers

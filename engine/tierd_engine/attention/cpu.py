@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numba
 import numpy as np
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from tierd.codec.layout import PageLayout
 from tierd.types import CodecId, DType
+from tierd.units import CACHE_LINE_BYTES, round_up
 from tierd_engine.attention import kernel
 from tierd_engine.attention.merging import MERGE_SCRATCH_BYTES, merge_function
 from tierd_engine.attention.simd import BFLOAT16, FLOAT16, FLOAT32, NARROW, UINT8
@@ -29,39 +31,53 @@ IntArray = npt.NDArray[np.int64]
 
 _RAW_KINDS = {DType.FLOAT32: FLOAT32, DType.BFLOAT16: BFLOAT16, DType.FLOAT16: FLOAT16}
 
-_LAYOUT_FIELDS = (
-    "keys", "values", "key_scale", "key_zero", "value_scale", "value_zero", "head_bytes",
-    "kv_heads", "head_dim", "group_tokens",
-)  # fmt: skip
+_F32, _I32, _I64 = (np.dtype(kind) for kind in (np.float32, np.int32, np.int64))
+_CALL_FIELDS = len(kernel.CALL_FIELDS)
+_JOBS_MAX = 128  # 3 layouts of a model, 1 to 16 queries; a caller that makes more starts again
+
+
+class _Job:
+    """What calls with one layout, number of heads and number of queries have in common."""
+
+    def __init__(self, layout: PageLayout, heads: int, n: int) -> None:
+        assert heads % layout.kv_heads == 0
+        self.layout = layout  # also keeps its id from being another's
+        self.record = kernel.make_job(layout, heads, n)
+        self.address = _address(self.record)
+        self.call_fields = self.record.view(np.int64)[:_CALL_FIELDS]
+        self.scratch_bytes = int(self.record["scratch_bytes"][0])
+        self.work_address = kernel.work_address(*_constants(layout, heads, n))
 
 
 class _Workspace(threading.local):
     def __init__(self) -> None:
-        self.jobs: dict[PageLayout, npt.NDArray[np.void]] = {}
+        self.jobs: dict[tuple[int, int, int], _Job] = {}
         self.claimed = np.zeros(1, dtype=np.int64)
+        self.claimed_address = _address(self.claimed)
         self.scratch = np.empty(0, dtype=np.uint8)
 
-    def job_for(self, layout: PageLayout) -> npt.NDArray[np.void]:
-        """Return the layout's job, its own fields filled in; the next call reuses it."""
-        job = self.jobs.get(layout)
+    def job_for(self, layout: PageLayout, heads: int, n: int) -> _Job:
+        # By identity: hashing a layout's fields takes longer than the rest of a call.
+        key = (id(layout), heads, n)
+        job = self.jobs.get(key)
         if job is None:
-            job = self.jobs[layout] = np.zeros(1, dtype=kernel.JOB)
-            kernel.fill_scratch_fields(job, layout.head_dim, layout.block_tokens)
-            for name in _LAYOUT_FIELDS:
-                job[name] = getattr(layout, name)
+            if len(self.jobs) >= _JOBS_MAX:
+                self.jobs.clear()
+            job = self.jobs[key] = _Job(layout, heads, n)
         return job
 
     def scratch_address(self, size_bytes: int) -> int:
-        if self.scratch.size < size_bytes + 64:
-            self.scratch = np.empty(size_bytes + 64, dtype=np.uint8)
-        return (_address(self.scratch) + 63) // 64 * 64
+        if self.scratch.size < size_bytes + CACHE_LINE_BYTES:
+            self.scratch = np.empty(size_bytes + CACHE_LINE_BYTES, dtype=np.uint8)
+        return round_up(_address(self.scratch), CACHE_LINE_BYTES)
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 _workspace = _Workspace()
-
-
-def _address(array: npt.NDArray[np.generic]) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 def attend_pages(
@@ -84,25 +100,37 @@ def attend_pages(
     first_position[p] + j <= query_positions[i]; without, all valid tokens. A page
     of which a query sees no token gives o = 0, lse = -inf.
     """
-    n, heads, _ = q.shape
+    n, heads, head_dim = q.shape
     pages = len(addresses)
-    _check(q, addresses, tokens, layout, out, lse, first_position, query_positions)
+    assert head_dim == layout.head_dim
+    assert tokens.shape == (pages,)
+    assert out.shape == (pages, n, heads, head_dim) and lse.shape == (pages, n, heads)
+    first = last = 0
+    if first_position is not None and query_positions is not None:
+        assert first_position.shape == (pages,) and query_positions.shape == (n,)
+        first, last = _checked(first_position, _I64), _checked(query_positions, _I64)
+    else:
+        assert first_position is query_positions is None
     if pages * n == 0:
         return
     workers = numba.get_num_threads()
-    job, claimed = _workspace.job_for(layout), _workspace.claimed
-    claimed[0] = 0
-    job["q"], job["addresses"], job["tokens"] = _address(q), _address(addresses), _address(tokens)
-    job["first"] = 0 if first_position is None else _address(first_position)
-    job["last"] = 0 if query_positions is None else _address(query_positions)
-    job["out"], job["lse"], job["claimed"] = _address(out), _address(lse), _address(claimed)
-    job["scratch"] = _workspace.scratch_address(workers * int(job["scratch_bytes"][0]))
-    job["pages"], job["heads"], job["share"] = pages, heads, heads // layout.kv_heads
-    job["rows"], job["scale"] = n * heads // layout.kv_heads, scale
-    # Whole pages are claimed while there are many: eight claims a worker even out a noisy machine.
-    job["batch"] = layout.kv_heads if pages >= 8 * workers else 1
-    work = kernel.work_address(*_constants(layout, heads, n))
-    run_team(work, _address(job), workers)
+    job = _workspace.job_for(layout, heads, n)
+    _workspace.claimed[0] = 0
+    job.call_fields[:] = (
+        _checked(q, _F32), _checked(addresses, _I64), _checked(tokens, _I32), first, last,
+        _checked(out, _F32), _checked(lse, _F32),
+        _workspace.scratch_address(workers * job.scratch_bytes), _workspace.claimed_address,
+        # Whole pages are claimed while there are many: eight a worker even out a noisy machine.
+        pages, layout.kv_heads if pages >= 8 * workers else 1,
+    )  # fmt: skip
+    job.record["scale"] = scale
+    run_team(job.work_address, job.address, workers)
+
+
+def _checked(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> int:
+    """Return the address of an array that compiled code may take as `dtype`, contiguous."""
+    assert array.dtype == dtype and array.flags.c_contiguous
+    return _address(array)
 
 
 def _rows_at_once(share: int, n: int) -> int:
@@ -129,31 +157,6 @@ def _constants(layout: PageLayout, heads: int, n: int) -> tuple[int, int, int]:
     return kind, _rows_at_once(heads // layout.kv_heads, n), lanes
 
 
-def _check(
-    q: Float32Array,
-    addresses: IntArray,
-    tokens: npt.NDArray[np.int32],
-    layout: PageLayout,
-    out: Float32Array,
-    lse: Float32Array,
-    first_position: IntArray | None,
-    query_positions: IntArray | None,
-) -> None:
-    n, heads, head_dim = q.shape
-    pages = len(addresses)
-    assert q.dtype == np.float32 and q.flags.c_contiguous
-    assert head_dim == layout.head_dim and heads % layout.kv_heads == 0
-    assert addresses.dtype == np.int64 and addresses.flags.c_contiguous
-    assert tokens.dtype == np.int32 and tokens.shape == (pages,) and tokens.flags.c_contiguous
-    assert out.dtype == np.float32 and out.shape == (pages, n, heads, head_dim)
-    assert lse.dtype == np.float32 and lse.shape == (pages, n, heads)
-    assert out.flags.c_contiguous and lse.flags.c_contiguous
-    assert (first_position is None) == (query_positions is None)
-    if first_position is not None and query_positions is not None:
-        assert first_position.dtype == np.int64 and first_position.shape == (pages,)
-        assert query_positions.dtype == np.int64 and query_positions.shape == (n,)
-
-
 def merge_partials(
     o: Float32Array, lse: Float32Array, out_o: Float32Array, out_lse: Float32Array
 ) -> None:
@@ -166,9 +169,7 @@ def merge_partials(
     parts, n, heads, head_dim = o.shape
     assert lse.shape == (parts, n, heads)
     assert out_o.shape == (n, heads, head_dim) and out_lse.shape == (n, heads)
-    for array in (o, lse, out_o, out_lse):
-        assert array.dtype == np.float32 and array.flags.c_contiguous
     merge_function()(
-        _address(o), _address(lse), _address(out_o), _address(out_lse),
+        _checked(o, _F32), _checked(lse, _F32), _checked(out_o, _F32), _checked(out_lse, _F32),
         _workspace.scratch_address(MERGE_SCRATCH_BYTES), parts, n * heads, head_dim,
     )  # fmt: skip

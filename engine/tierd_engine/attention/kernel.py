@@ -23,9 +23,11 @@ import math
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from numba import types
 
 from tierd.codec.intrinsics import as_array
+from tierd.codec.layout import PageLayout
 from tierd.units import CACHE_LINE_BYTES, round_up
 from tierd_engine.attention.compiling import compile_cached, inlined, step
 from tierd_engine.attention.simd import (
@@ -77,27 +79,43 @@ _LN_2 = 0.6931471805599453
 _MINUS_INF = np.float32(-np.inf)
 _ZERO = np.float32(0.0)
 
-# One call's arguments. The first line: absolute addresses; the second: where in a worker's
-# scratch its parts stand; then offsets inside a head. All in bytes, but for the counts.
-_FIELDS = (
+# One call's arguments. The first two lines change with each call: absolute addresses, then
+# counts. The third says where the parts of a worker's scratch stand, the fourth where those of
+# a head do, both in bytes.
+CALL_FIELDS = (
     "q", "addresses", "tokens", "first", "last", "out", "lse", "scratch", "claimed",
+    "pages", "batch",
+)  # fmt: skip
+_FIELDS = (
+    *CALL_FIELDS, "heads", "kv_heads", "share", "rows", "head_dim", "group_tokens",
     "folded", "output", "weights", "stats", "q_stride", "weight_stride", "scratch_bytes",
     "keys", "values", "key_scale", "key_zero", "value_scale", "value_zero", "head_bytes",
-    "pages", "heads", "kv_heads", "share", "rows", "head_dim", "group_tokens", "batch",
 )  # fmt: skip
 JOB = np.dtype([(name, np.int64) for name in _FIELDS] + [("scale", np.float64)])
+_LAYOUT_FIELDS = (*_FIELDS[_FIELDS.index("keys") :], "kv_heads", "head_dim", "group_tokens")
 _TOPS, _TOTALS = 16, 32  # stats: four floats each of initial, top, total
 
 
-def fill_scratch_fields(job: Any, head_dim: int, block_tokens: int) -> None:
-    """Lay out a worker's scratch: rows of q, of q folded with key scales, of output, weights."""
-    q_stride, weight_stride = 4 * round_up(head_dim, WIDE), 4 * round_up(block_tokens, WIDE)
+def make_job(layout: PageLayout, heads: int, n: int) -> npt.NDArray[np.void]:
+    """Return a [1] array of JOB for n queries, filled in but for CALL_FIELDS and scale.
+
+    A worker's scratch holds ROWS_MAX rows each of q, of q folded with key scales,
+    of output, and of weights.
+    """
+    job = np.zeros(1, dtype=JOB)
+    for name in _LAYOUT_FIELDS:
+        job[name] = getattr(layout, name)
+    share = heads // layout.kv_heads
+    job["heads"], job["share"], job["rows"] = heads, share, n * share
+    q_stride = 4 * round_up(layout.head_dim, WIDE)
+    weight_stride = 4 * round_up(layout.block_tokens, WIDE)
     job["q_stride"], job["weight_stride"] = q_stride, weight_stride
     job["folded"] = ROWS_MAX * q_stride
     job["output"] = 2 * ROWS_MAX * q_stride
     job["weights"] = 3 * ROWS_MAX * q_stride
     job["stats"] = 3 * ROWS_MAX * q_stride + ROWS_MAX * weight_stride
     job["scratch_bytes"] = job["stats"] + CACHE_LINE_BYTES
+    return job
 
 
 @step
