@@ -275,6 +275,22 @@ def test_a_hint_displaces_suspended_sessions_but_no_running_one():
     assert hinted.index.pages_in(Tier.WARM) >= 3 * LAYERS
 
 
+def test_a_hint_takes_room_for_exact_pages_from_encoded_ones_and_no_more_than_it_needs():
+    rig = make(warm_blocks=16)
+    hinted = rig.stored(blocks=4)
+    cool(rig, hinted)
+    other = rig.session()
+    rig.demote(other, range(1, 17))  # every slab holds encoded pages
+    rig.clock.advance(IDLE_SECONDS + 1)
+    rig.mover.pump()
+    rig.mover.hint("a", hinted.number, deadline_seconds=5.0)
+    rig.settle()
+    assert hinted.index.pages_in(Tier.WARM) == 4 * LAYERS
+    assert other.index.pages_in(Tier.WARM) > 0
+    intact(rig, hinted)
+    intact(rig, other)
+
+
 def test_a_hint_does_not_displace_one_with_an_earlier_deadline():
     rig = make(warm_blocks=6)
     early = rig.stored(blocks=3)

@@ -149,6 +149,7 @@ class HintStream:
         self._call = call
         self._error_of_call = error_of_call
         self._next_tag = 1
+        self._writing = asyncio.Lock()
         self._asked: dict[int, asyncio.Future[Any]] = {}
         # At most as many outcomes wait here as hints may be open in all: 1,024.
         self._settled: asyncio.Queue[Settled | TierdError | None] = asyncio.Queue()
@@ -191,12 +192,13 @@ class HintStream:
             async with asyncio.timeout(CALL_SECONDS):
                 if self._reader.done():
                     raise DaemonUnavailable("the hint stream has ended")
-                await self._call.write(command)
+                async with self._writing:  # gRPC takes one write at a time
+                    await self._call.write(command)
                 return await answer
         except TimeoutError:
             raise DeadlineExceeded("the daemon did not answer a hint within its deadline") from None
         except grpc.RpcError as failure:
-            raise self._error_of_call(failure) from None
+            raise self._ended_by(failure) from None
         except asyncio.InvalidStateError:
             raise DaemonUnavailable("the hint stream has ended") from None
         finally:
@@ -209,12 +211,20 @@ class HintStream:
                 self._take(event)
             self._settled.put_nowait(None)
         except grpc.RpcError as failure:
-            ended = self._error_of_call(failure)
+            ended = self._ended_by(failure)
             self._settled.put_nowait(ended)
         finally:
             for answer in self._asked.values():
                 if not answer.done():
                     answer.set_exception(ended)
+
+    def _ended_by(self, failure: Any) -> TierdError:
+        error = self._error_of_call(failure)
+        if failure.code() is grpc.StatusCode.INTERNAL:
+            # What gRPC makes of a write that met the stream's end.
+            return DaemonUnavailable("the hint stream has ended")
+        assert isinstance(error, TierdError)
+        return error
 
     def _take(self, event: Any) -> None:
         kind = event.WhichOneof("event")

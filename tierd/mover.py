@@ -21,7 +21,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -353,28 +353,32 @@ class Mover:
             self.wake()
         return self._begin(moves, Tier.COLD)
 
-    def _promote(self, session: Session, keys: Iterable[PageKey], below: Rank) -> bool:
+    def _promote(self, session: Session, keys: Collection[PageKey], below: Rank) -> bool:
         """Begin to promote some of `keys`, or to make room for them from ranks under `below`."""
-        store = self._store
+        store, pools = self._store, self._store.placement.pools[Tier.WARM]
         moves: list[Move] = []
         size_bytes = 0
+        short_bytes: dict[SlabPool, int] = {}
         for key in keys:
             if key in store.placement.moving or size_bytes >= BATCH_BYTES:
                 continue
             page = session.index.get(key.layer, key.block)
             assert page is not None and page.place.tier is Tier.COLD, f"{key} is not cold"
             pool = store.placement.pool(Tier.WARM, session, page.place.codec)
+            if pool in short_bytes:
+                continue
             spare = self._spare_slots(session, pool)
-            roomy = pool.available_slots() > spare
+            roomy = pools.make_available(pool, spare + 1)
             move = self._begin_move(key, Tier.WARM) if roomy else None
             if move is None:
-                slots = spare + BATCH_BYTES // pool.slot_bytes + 1 - pool.available_slots()
-                return self._begin(moves, Tier.WARM) or self._spill(
-                    slots * pool.slot_bytes, below, evict=False
-                )
+                wanted = min(len(keys), BATCH_BYTES // pool.slot_bytes + 1)
+                slots = spare + wanted - pool.available_slots()
+                short_bytes[pool] = slots * pool.slot_bytes
+                continue
             moves.append(move)
             size_bytes += move.slot_bytes
-        return self._begin(moves, Tier.WARM)
+        need_bytes = max(short_bytes.values(), default=0)
+        return self._begin(moves, Tier.WARM) or self._spill(need_bytes, below, evict=False)
 
     def _spare_slots(self, session: Session, pool: SlabPool) -> int:
         slots = self._store.placement.pools[Tier.WARM].slots_max(pool.slot_bytes)
