@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -32,6 +33,11 @@ from tierd.memory.fds import peer_credentials, receive_message, send_message
 from tierd.rpc.handshake import ENGINE, PROTOCOL_VERSION, TOOL, socket_address
 
 _BACKLOG = 64
+# A client says hello at once; one that does not, stopped in between, takes another's place.
+_HELLO_SECONDS = 10.0
+# Without a free fd the listener stays readable: look again later, or the loop does nothing else.
+_NO_FDS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_ACCEPT_AGAIN_SECONDS = 0.1
 # Linux 6.5's socket option for a race-free pidfd of the peer; Python 3.11 has no name for it.
 _SO_PEERPIDFD = 77
 
@@ -90,12 +96,16 @@ class BootstrapServer:
 
     def serve(self) -> None:
         """Let clients in; who came before has waited in the backlog."""
-        self._loop.add_reader(self._listener.fileno(), self._accept)
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # the peer gave up between poll and accept
+        except OSError as error:  # else the peer gave up between poll and accept
+            if error.errno in _NO_FDS:
+                self._loop.remove_reader(self._listener.fileno())
+                self._loop.call_later(_ACCEPT_AGAIN_SECONDS, self.serve)
             return
         sock.setblocking(False)
         try:
@@ -111,6 +121,7 @@ class BootstrapServer:
         self._connections.add(connection)
         self._watch(connection, sock.fileno(), self._receive)
         self._watch(connection, connection.pidfd, self._end)
+        self._loop.call_later(_HELLO_SECONDS, self._end_if_silent, connection)
 
     def _watch(
         self, connection: _Connection, fd: int, action: Callable[[_Connection], None]
@@ -135,6 +146,9 @@ class BootstrapServer:
             reply = self._reply(connection, request)
         except TierdError as error:
             reply = Reply({"error": error.reason, "message": str(error)})
+        except BaseException:
+            self._end(connection)  # a mistake of ours: let the client know now, not in 5 s
+            raise
         fields = {**reply.fields, "n": request.get("n", -1)}
         try:
             send_message(connection.sock, fields, reply.fds)
@@ -153,6 +167,10 @@ class BootstrapServer:
         self._next_client += 1
         connection.peer = peer
         return reply
+
+    def _end_if_silent(self, connection: _Connection) -> None:
+        if connection.peer is None:
+            self._end(connection)
 
     def _end(self, connection: _Connection) -> None:
         if connection not in self._connections:
@@ -186,13 +204,13 @@ class BootstrapServer:
 
 def _refuse(sock: socket.socket, error: Exception) -> None:
     reason = error.reason if isinstance(error, TierdError) else "INTERNAL"
-    # A hello that is left unread would make the kernel drop our answer with the connection.
-    with contextlib.suppress(OSError, InvalidArgument):
-        received = receive_message(sock)
-        for fd in received[1] if received else ():
-            os.close(fd)
     with contextlib.suppress(TierdError):
         send_message(sock, {"error": reason, "message": str(error)})
+    # A hello that is left unread would make the kernel drop our answer with the connection.
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)  # no more can arrive from here on
+        while sock.recv(1):
+            pass
     sock.close()
 
 
@@ -233,7 +251,7 @@ def remove_stale_socket(path: str) -> None:
                 os.unlink(path)
             return
         except OSError as error:
-            raise ConfigError(f"service.socket: {path}: {error.strerror}") from None
+            raise ConfigError(f"service.socket: {path}: {error.strerror or error}") from None
     raise ConfigError(f"service.socket: another daemon serves {path}")
 
 
@@ -252,5 +270,5 @@ def _listen(path: str) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"service.socket: {path}: {error.strerror}") from None
+        raise ConfigError(f"service.socket: {path}: {error.strerror or error}") from None
     return listener
