@@ -61,6 +61,22 @@ def test_flags_win_over_environment_over_file_over_defaults(
         ("limits.connections", "x"),
         ("limits.in_flight_calls", 0),
         ("service.drain_seconds", "soon"),
+        ("service.drain_seconds", 0.0),
+        ("service.drain_seconds", float("inf")),
+        ("service.drain_seconds", float("nan")),
+        ("service.drain_seconds", "9" * 400),
+        ("warm.budget_bytes", "9" * 400),
+        ("warm.budget_bytes", "-1MiB"),
+        ("warm.budget_bytes", None),
+        ("warm.slab_bytes", 0),
+        ("warm.slab_bytes", "1kB"),
+        ("cold.slab_bytes", -4096),
+        ("cold.folder", ""),
+        ("cold.folder", "a\0b"),
+        ("service.socket", ""),
+        ("service.socket", "@"),
+        ("service.socket", "/run/a\0b"),
+        ("service.socket", "/" + 52 * "ü"),
         ("service.log_level", "loud"),
         ("service.metrics_port", 65536),
         ("service.socket", "/tmp/" + 100 * "x"),
@@ -77,11 +93,26 @@ def test_a_wrong_variable_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch
         load_config()
 
 
-@pytest.mark.parametrize("text", ["warm = 3", "[warm", "[warm.deep]\nx = 1", '[warm]\nx = "1"'])
-def test_a_wrong_file_is_refused_by_its_name(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("warm = 3", "warm is not a section"),
+        ("[warm", r"tierd\.toml is not TOML"),
+        ("[warm]\nslab_bytes = 1\nslab_bytes = 2", r"tierd\.toml is not TOML"),
+        ("[warm.deep]\nx = 1", r"warm\.deep"),
+        ("[warm.budget_bytes]\nx = 1", r"warm\.budget_bytes"),
+        ('[warm]\nx = "1"', r"warm\.x"),
+        ("[warm]\nbudget_bytes = 2026-01-01", r"warm\.budget_bytes"),
+        ("[warm]\nbudget_bytes = [1]", r"warm\.budget_bytes"),
+        ("[service]\ndrain_seconds = nan", r"service\.drain_seconds"),
+        ("[cold]\nephemeral = 1", r"cold\.ephemeral"),
+        ('[limits]\nconnections = "\xff"', r"tierd\.toml"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_its_name(tmp_path: Path, text: str, named: str) -> None:
     file = tmp_path / "tierd.toml"
-    file.write_text(text)
-    with pytest.raises(ConfigError):
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=named):
         load_config(file)
     with pytest.raises(ConfigError, match=r"none\.toml"):
         load_config(tmp_path / "none.toml")
@@ -107,6 +138,46 @@ def test_a_warm_tier_beyond_the_hosts_memory_is_refused(monkeypatch: pytest.Monk
     check_memory(load_config(overrides={"warm.budget_bytes": 1 << 30}))
     with pytest.raises(ConfigError, match=r"warm\.budget_bytes"):
         check_memory(load_config(overrides={"warm.budget_bytes": 2 << 30}))
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({}, 4 * GIB),
+        ({"service": ("max", 3 * GIB, 0)}, 4 * GIB),
+        ({"service": (9 * GIB, 3 * GIB, 0)}, 4 * GIB),
+        ({"service": (5 * GIB, 3 * GIB, 0)}, 2 * GIB),
+        ({"service": (5 * GIB, 4 * GIB, 2 * GIB)}, 3 * GIB),
+        ({"service": (5 * GIB, 3 * GIB, 0), "": (4 * GIB, 3 * GIB, 0)}, GIB),
+        ({".": (5 * GIB, 4 * GIB, 0)}, GIB),
+        ({"service": (GIB, 2 * GIB, 0)}, -GIB),
+    ],
+    ids=["no cgroup", "no limit", "wide", "service", "page cache", "slice", "container", "beyond"],
+)
+def test_memory_is_what_the_host_and_every_cgroup_around_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, Any], expected: int
+) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (cgroups / "user.slice" / "service").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    4194304 kB\n")
+    inner = "/" if "." in limits else "/user.slice/service"
+    (proc / "self" / "cgroup").write_text(f"1:cpu:/legacy\n0::{inner}\n")
+    for name, (limit, used, cache) in limits.items():
+        folder = cgroups if name == "." else cgroups / "user.slice" / name
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {cache}\n")
+    monkeypatch.setattr(module, "_PROC", proc)
+    monkeypatch.setattr(module, "_CGROUPS", cgroups)
+    assert module.available_memory_bytes() == expected
+
+
+def test_this_host_has_some_memory() -> None:
+    assert 1 << 20 < module.available_memory_bytes() < 1 << 50
 
 
 def test_an_embedded_daemons_settings_fit_its_job(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ ConfigError that names the field; so is an unknown key.
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ WARM_DEFAULT_BYTES = 1 * GIB
 _EMBEDDED_SLAB_BYTES_MIN = 16 * MIB
 # Memory that a warm tier may not take: the daemon's own heap and the page cache's working set.
 WARM_RESERVE_BYTES = 256 * MIB
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def _option(default: Any, kind: Callable[[str], Any], text: str) -> Any:
@@ -191,6 +193,8 @@ def _convert(name: str, value: Any) -> Any:
         wanted = (int, float) if kind is parse_duration else (int,)
     if isinstance(value, bool) != (kind is _flag) or not isinstance(value, wanted):
         raise ConfigError(f"{name}: {value!r} is of the wrong type")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{name}: {value!r} is not a number of seconds")
     return value
 
 
@@ -198,7 +202,7 @@ def _from_file(file: str | os.PathLike[str] | None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        tables = tomllib.loads(Path(file).read_text())
+        tables = tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"settings file {file}: {error}") from None
     except tomllib.TOMLDecodeError as error:
@@ -235,6 +239,12 @@ def _check(config: DaemonConfig) -> None:
     ):
         if value % SECTOR_BYTES:
             raise ConfigError(f"{name} is {value}, must be a multiple of {SECTOR_BYTES}")
+    for name, text in (
+        ("service.socket", config.service.socket.removeprefix("@")),
+        ("cold.folder", config.cold.folder),
+    ):
+        if not text or "\0" in text:
+            raise ConfigError(f"{name} must name a file, not {text!r}")
     if not 0 <= config.service.metrics_port <= 65535:
         raise ConfigError("service.metrics_port must be 0 to 65535")
     if config.cold.cap_bytes < 0:
@@ -260,17 +270,33 @@ def check_memory(config: DaemonConfig) -> None:
 
 
 def available_memory_bytes() -> int:
-    """Return min(MemAvailable, what the cgroup leaves) in bytes."""
-    available = 2**63
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
+    """Return min(MemAvailable, what each cgroup around this process leaves) in bytes."""
+    available = _figure(_PROC / "meminfo", "MemAvailable:") * 1024
+    inner = Path(_text(_PROC / "self/cgroup").partition("0::/")[2].partition("\n")[0])
+    for folder in (_CGROUPS / inner, *(_CGROUPS / outer for outer in inner.parents)):
+        limit = _text(folder / "memory.max").strip()  # none at the root, or without cgroup v2
+        if limit not in ("", "max"):
+            used = int(_text(folder / "memory.current"))
+            # Files read once count as used, and are dropped before anything else is.
+            used -= _figure(folder / "memory.stat", "inactive_file")
+            available = min(available, int(limit) - used)
+    return available
+
+
+def _text(file: Path) -> str:
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return available
-    return available if limit == "max" else min(available, int(limit) - used)
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def _figure(file: Path, name: str) -> int:
+    """Return the number that follows `name` in a file of lines; 0 if there is none."""
+    for line in _text(file).splitlines():
+        words = line.split()
+        if words[:1] == [name]:
+            return int(words[1])
+    return 0
 
 
 def settings_of(config: DaemonConfig) -> list[SettingRow]:
