@@ -1,14 +1,12 @@
-"""Real processes and their fds, for tests: children that die on demand, waits that end."""
+"""What tests of real fds share: which are open, and waits that end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -30,22 +28,3 @@ async def until(condition: Callable[[], bool], seconds: float) -> None:
     while not condition():
         assert time.monotonic() < give_up_at, f"not within {seconds} s"
         await asyncio.sleep(POLL_SECONDS)
-
-
-@contextlib.contextmanager
-def child(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Run Python code that prints "ready" and then waits on stdin; it is killed at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdin and process.stdout
-    try:
-        line = process.stdout.readline()
-        assert line == "ready\n", f"the child said {line!r}"
-        yield process
-    finally:
-        process.kill()
-        process.wait(timeout=10)
-        process.stdin.close()
-        process.stdout.close()
