@@ -41,7 +41,7 @@ from tierd_engine.attention.plan import (
 from tierd_engine.coldread import ColdPage, ColdReader
 from tierd_engine.staging import StagingRing
 
-_RESOLVE_TRIES = 3  # spills come in batches, milliseconds apart; three in a row are rare
+_ENTER_TRIES = 3  # spills come in batches, milliseconds apart; three in a row are rare
 
 
 @dataclass(slots=True)
@@ -233,17 +233,25 @@ class SessionKV:
         self._plan = None
 
     def _enter(self) -> None:
-        """Enter the epoch with every slab that the page table names already known."""
+        """Enter the epoch with every slab that the page table names already known.
+
+        Between reading the epoch and entering it, other sessions' retirements may
+        have moved the daemon on; then the epoch is read again.
+        """
         assert self.client.epochs is not None
-        for _ in range(_RESOLVE_TRIES):
+        table = self.handle.table
+        for _ in range(_ENTER_TRIES):
             self._resolve_slabs()
             self._rpcs_at_begin = self.client.rpc_count
-            self._epoch = self.handle.table.epoch()
+            self._epoch = table.epoch()
             self.client.epochs.enter(self._epoch)
-            if self.handle.table.version() == self._resolved_version:
+            is_current = table.version() == self._resolved_version
+            if is_current and table.reclaimed() <= self._epoch:
                 return
             self.client.epochs.leave()
-        # The table never rests: a slab may then have to be asked for inside the step.
+        # The table never rests: a slab may then have to be asked for inside the step,
+        # and should the epoch be a stale one, the step is done again.
+        self._epoch = table.epoch()
         self.client.epochs.enter(self._epoch)
 
     def _leave(self) -> None:

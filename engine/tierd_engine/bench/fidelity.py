@@ -1,15 +1,14 @@
 """Fidelity of a lossy codec on real text: KL, perplexity and top-1 against the exact cache.
 
 The reference is the model's own full-precision cache, teacher-forced. A row
-for the q8_0 layout (groups of 32 along the channel, symmetric) quantises the
-very tokens that the tiers had below hot, on the same text. Unlike that row,
-the tiers' row carries the codec's error through prefill too.
+for the q8_0 layout (groups of 32 along the channel, symmetric) rounds the very
+tokens that the tiers have below hot, at the same moments, on the same text.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -36,6 +35,8 @@ from tierd_engine.session import SessionKV
 _BLOCK_TOKENS = 256
 _HOT_BLOCKS = 2
 _Q8_GROUP = 32
+
+Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +78,9 @@ def bench_fidelity(context: int, codec: CodecId, tokens: int) -> list[FidelityRo
     tokenizer = hf.load_tokenizer(folder)
     ids = tokenizer(python_reference(), add_special_tokens=False, verbose=False)["input_ids"]
     prompt, forced = ids[:context], ids[context : context + tokens]
-    exact = _own_logits(model, prompt, forced, quantise=None)
-    below = slice(_BLOCK_TOKENS, max(_BLOCK_TOKENS, context - _BLOCK_TOKENS))
-    q8_logits = _own_logits(model, prompt, forced, quantise=below)
+    fed, first = [*prompt, *forced[:-1]], len(prompt) - 1
+    exact = _own_logits(model, fed, first, lambda x: x)
+    q8_logits = _own_logits(model, fed, first, round_q8_0)
     tier_logits = _tier_logits(model, shape, codec, prompt, forced)
     q8 = _row("q8_0 layout", context, exact, q8_logits, forced, None)
     ours = _row(f"tierd {codec.name.lower()}", context, exact, tier_logits, forced, BARS[codec])
@@ -88,23 +89,29 @@ def bench_fidelity(context: int, codec: CodecId, tokens: int) -> list[FidelityRo
     return [ours, q8]
 
 
-def _own_logits(
-    model: Any, prompt: Sequence[int], forced: Sequence[int], quantise: slice | None
-) -> torch.Tensor:
-    """Return logits [tokens, vocab] of the own cache, part of it rounded to the q8_0 layout."""
+def _own_logits(model: Any, ids: list[int], first: int, rounding: Rounding) -> torch.Tensor:
+    """Return logits [tokens - first, vocab] of the own cache after each token from `first` on.
+
+    Before each block is fed, the tokens that the tiers would have below hot by
+    then are rounded, each once: so the layout's error goes through prefill as theirs does.
+    """
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
+    rounded, start = _BLOCK_TOKENS, 0
+    rows = []
     with own_attention(model), torch.inference_mode():
-        output = model(
-            input_ids=torch.tensor([list(prompt)]), cache=cache, use_cache=True, logits_to_keep=1
-        )
-        if quantise is not None:
-            for layer in cache.layers:
-                layer.keys[:, :, quantise] = round_q8_0(layer.keys[:, :, quantise])
-                layer.values[:, :, quantise] = round_q8_0(layer.values[:, :, quantise])
-        rest = model(input_ids=torch.tensor([list(forced[:-1])]), cache=cache, use_cache=True)
-    return torch.cat([output.logits[0], rest.logits[0]]).float()
+        while start < len(ids):
+            end = min(max(start + _BLOCK_TOKENS, _HOT_BLOCKS * _BLOCK_TOKENS), len(ids))
+            if start > rounded:
+                for layer in cache.layers:
+                    for part in (layer.keys, layer.values):
+                        part[:, :, rounded:start] = rounding(part[:, :, rounded:start])
+                rounded = start
+            output = model(input_ids=torch.tensor([ids[start:end]]), cache=cache, use_cache=True)
+            rows.append(output.logits[0, max(first - start, 0) :].float())
+            start = end
+    return torch.cat(rows)
 
 
 def round_q8_0(x: torch.Tensor) -> torch.Tensor:
