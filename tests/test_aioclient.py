@@ -17,10 +17,11 @@ from tests.wirerig import (
     small_config,
     store_session,
 )
+from tierd import aioclient
 from tierd.aioclient import AsyncClient, Settled
 from tierd.client import Client
-from tierd.daemon import Daemon
-from tierd.errors import DaemonUnavailable, InvalidArgument, NotFound
+from tierd.daemon import Daemon, EmbeddedDaemon
+from tierd.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument, NotFound
 
 
 @asynccontextmanager
@@ -143,6 +144,57 @@ async def test_a_daemon_that_ends_ends_the_stream(tmp_path: Path) -> None:
         await daemon.rpc.stop(0.2)
         with pytest.raises(DaemonUnavailable):
             await hints.hint(session_id, deadline_seconds=30.0)
+
+
+@in_loop
+async def test_outcomes_end_for_every_listener(tmp_path: Path) -> None:
+    async with house(tmp_path) as (_, client, session_id):
+        async with client.hint_stream() as hints:
+            await hints.hint(session_id, deadline_seconds=30.0)
+            listeners = [asyncio.create_task(all_of(hints.outcomes())) for _ in range(2)]
+            await asyncio.sleep(0)
+        heard = await asyncio.wait_for(asyncio.gather(*listeners), 2.0)
+        assert heard == [[], []]
+        assert await asyncio.wait_for(all_of(hints.outcomes()), 2.0) == []
+
+
+async def all_of(outcomes: AsyncIterator[Settled]) -> list[Settled]:
+    return [settled async for settled in outcomes]
+
+
+@in_loop
+async def test_a_departed_clients_streams_end_and_take_no_hint(tmp_path: Path) -> None:
+    async with house(tmp_path) as (daemon, client, session_id), client.hint_stream() as hints:
+        await hints.hint(session_id, deadline_seconds=30.0)
+        figures = client.watch(0.1)
+        await anext(figures)
+        client._bootstrap.close()
+        assert [stats async for stats in figures] == []
+        with pytest.raises(DaemonUnavailable):
+            await hints.hint(session_id, deadline_seconds=30.0)
+        assert len(daemon.store.hints) == 0
+
+
+@in_loop
+async def test_watching_a_hung_daemon_is_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aioclient, "CALL_SECONDS", 0.2)
+    with EmbeddedDaemon(small_config(tmp_path)) as daemon:
+        async with await AsyncClient.connect(daemon.socket) as client:
+            figures = client.watch(0.1)
+            await anext(figures)
+            with daemon.paused(), pytest.raises(DeadlineExceeded):
+                async for _ in figures:
+                    pass
+
+
+@in_loop
+async def test_a_closed_client_says_so(tmp_path: Path) -> None:
+    async with house(tmp_path) as (_, client, _):
+        await client.close()
+        with pytest.raises(DaemonUnavailable, match="closed"):
+            await client.stats()
 
 
 @in_loop

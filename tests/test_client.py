@@ -4,8 +4,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,6 +42,7 @@ from tierd.errors import (
     StaleGeneration,
     TierFull,
 )
+from tierd.rpc.v1 import tierd_pb2 as pb
 from tierd.types import CodecId, DType, Geometry, Namespace, Tier
 
 
@@ -191,6 +193,82 @@ def test_errors_of_the_daemon_arrive_typed(client: Client, handle: SessionHandle
     plan = handle.plan_demotion([1], 1)
     with pytest.raises(InvalidArgument, match="digests"):
         handle.commit(plan, np.zeros((2, LAYERS, 16), np.uint8))
+
+
+def test_numbers_that_fit_no_field_are_refused(client: Client, handle: SessionHandle) -> None:
+    for attempt in (
+        lambda: client.open_session(INT8, -1),
+        lambda: handle.plan_demotion([-1], 1),
+        lambda: handle.plan_demotion([1], -1),
+        lambda: handle.truncate(-1),
+        lambda: handle.suspend(np.zeros(0, np.uint32), -1),
+        lambda: handle.promote([2**40]),
+        lambda: client.cancel_hint(-1),
+    ):
+        with pytest.raises(InvalidArgument):
+            attempt()
+
+
+def test_a_suspension_whose_reply_is_lost_is_kept(
+    daemon: EmbeddedDaemon, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = client.open_session(INT8, MAX_TOKENS)
+    demote(client, handle, range(2), include_first=True)
+    real = client.call
+
+    def lossy(method: Any, request: Any, deadline_seconds: float = 5.0) -> Any:
+        reply = real(method, request, deadline_seconds)
+        if isinstance(request, pb.SuspendRequest):
+            raise DeadlineExceeded("the reply is lost")
+        return reply
+
+    monkeypatch.setattr(client, "call", lossy)
+    with pytest.raises(DeadlineExceeded):
+        handle.suspend(np.arange(32, dtype=np.uint32), 2)
+    handle.close()
+    assert client.session(handle.id)["state"] == "suspended"
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_session_that_got_no_handle_is_as_before(
+    client: Client, monkeypatch: pytest.MonkeyPatch, stored: bool
+) -> None:
+    session_id = store_session(client, 2) if stored else ""
+
+    def fail(number: int) -> int:
+        raise DeadlineExceeded("no fd came")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client._bootstrap, "session_fds", fail)
+        with pytest.raises(DeadlineExceeded):
+            if stored:
+                client.resume(session_id, INT8, MAX_TOKENS)
+            else:
+                client.open_session(INT8, MAX_TOKENS)
+    assert client.stats()["sessions"]["running"] == 0
+    if stored:
+        handle = client.resume(session_id, INT8, MAX_TOKENS)
+        assert handle.sealed_blocks == 2
+        handle.close()
+
+
+def test_a_slab_that_does_not_come_holds_up_no_other_call(
+    daemon: EmbeddedDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client.connect(daemon.socket, deadline_seconds=1.0) as client:
+        waiting = threading.Thread(target=lambda: refused(lambda: client.slab(1)))
+        with daemon.paused():
+            waiting.start()
+            started = time.monotonic()
+            with pytest.raises(DeadlineExceeded):
+                client.call(client._stats.Snapshot, pb.SnapshotRequest(), 0.2)
+            assert time.monotonic() - started < 0.6
+            waiting.join(timeout=5.0)
+
+
+def refused(attempt: Callable[[], object]) -> None:
+    with pytest.raises(DeadlineExceeded):
+        attempt()
 
 
 def test_a_page_format_that_the_daemon_does_not_keep_is_refused(client: Client) -> None:

@@ -101,6 +101,7 @@ async def test_a_right_token_lets_its_client_in(tmp_path: Path) -> None:
         ((CLIENT_KEY, "2"), (TOKEN_KEY, "secret")),
         ((CLIENT_KEY, "2"), (TOKEN_KEY, "")),
         ((CLIENT_KEY, "one"), (TOKEN_KEY, "secret")),
+        ((CLIENT_KEY, "9" * 5000), (TOKEN_KEY, "secret")),
     ],
 )
 @in_loop
@@ -149,6 +150,7 @@ async def test_a_cancelled_call_is_no_longer_counted(tmp_path: Path) -> None:
         s.house.gate.set()
         while len(s.ended) < 1:
             await asyncio.sleep(0.005)
+        assert s.ended == [("/tierd.rpc.v1.Stats/Snapshot", "CANCELLED")]
         await s.call()
 
 

@@ -33,6 +33,13 @@ from tierd.rpc.handshake import TOOL, BootstrapClient
 from tierd.rpc.v1 import tierd_pb2 as pb
 from tierd.rpc.v1 import tierd_pb2_grpc as pb_grpc
 
+# A stream may be silent for an hour; whether the daemon lives is asked meanwhile.
+_KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Settled:
@@ -50,7 +57,9 @@ class AsyncClient:
         self.boot_id = bootstrap.boot_id
         self._bootstrap = bootstrap
         self._metadata = call_metadata(bootstrap)
-        self._channel = grpc.aio.insecure_channel(bootstrap.rpc_target, options=CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(
+            bootstrap.rpc_target, options=(*CHANNEL_OPTIONS, *_KEEPALIVE)
+        )
         stubs: Any = pb_grpc  # generated without types
         self._sessions = stubs.SessionsStub(self._channel)
         self._hints = stubs.HintsStub(self._channel)
@@ -78,8 +87,14 @@ class AsyncClient:
             pb.WatchRequest(interval_seconds=interval_seconds), metadata=self._metadata
         )
         try:
-            async for reply in call:
+            while True:
+                async with asyncio.timeout(interval_seconds + CALL_SECONDS):
+                    reply = await call.read()
+                if reply is grpc.aio.EOF:
+                    return
                 yield wire.snapshot_to_dict(reply)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the daemon at {self.socket} sends no more figures") from None
         except grpc.RpcError as failure:
             raise self._error(failure) from None
         finally:
@@ -115,11 +130,13 @@ class AsyncClient:
             await stream.close()
 
     async def _call(self, method: Any, request: Any) -> Any:
-        call = method(request, timeout=CALL_SECONDS, metadata=self._metadata)
         try:
+            call = method(request, timeout=CALL_SECONDS, metadata=self._metadata)
             reply = await call
         except grpc.RpcError as failure:
             raise self._error(failure) from None
+        except grpc.aio.UsageError:
+            raise DaemonUnavailable(f"this client of {self.socket} is closed") from None
         check_boot_id(await call.trailing_metadata(), self.boot_id, self.socket)
         return reply
 
@@ -152,6 +169,7 @@ class HintStream:
         self._writing = asyncio.Lock()
         self._asked: dict[int, asyncio.Future[Any]] = {}
         # At most as many outcomes wait here as hints may be open in all: 1,024.
+        # The last entry is the stream's end: an error, or None. It stays, for every reader.
         self._settled: asyncio.Queue[Settled | TierdError | None] = asyncio.Queue()
         self._reader = asyncio.create_task(self._read())
 
@@ -178,10 +196,11 @@ class HintStream:
 
     async def outcomes(self) -> AsyncIterator[Settled]:
         """Yield each hint's outcome as it is known, until the stream ends."""
-        while (settled := await self._settled.get()) is not None:
-            if isinstance(settled, TierdError):
-                raise settled
+        while isinstance(settled := await self._settled.get(), Settled):
             yield settled
+        self._settled.put_nowait(settled)
+        if settled is not None:
+            raise settled
 
     async def _ask(self, command: Any) -> Any:
         command.tag = self._next_tag
@@ -205,18 +224,17 @@ class HintStream:
             self._asked.pop(command.tag, None)
 
     async def _read(self) -> None:
-        ended: TierdError = DaemonUnavailable("the hint stream has ended")
+        error: TierdError | None = None  # none: it was left, or the daemon drains
         try:
             async for event in self._call:
                 self._take(event)
-            self._settled.put_nowait(None)
         except grpc.RpcError as failure:
-            ended = self._ended_by(failure)
-            self._settled.put_nowait(ended)
+            error = self._ended_by(failure)
         finally:
+            self._settled.put_nowait(error)
             for answer in self._asked.values():
                 if not answer.done():
-                    answer.set_exception(ended)
+                    answer.set_exception(error or DaemonUnavailable("the hint stream has ended"))
 
     def _ended_by(self, failure: Any) -> TierdError:
         error = self._error_of_call(failure)

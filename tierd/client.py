@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
@@ -24,7 +25,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from tierd.errors import DaemonUnavailable, InvalidArgument, NotFound
+from tierd.errors import DaemonUnavailable, InvalidArgument, NotFound, TierdError
 from tierd.memory.epochs import EpochWriter
 from tierd.memory.memfd import Mapping
 from tierd.memory.pagetable import PageTableReader
@@ -117,6 +118,7 @@ class Client:
         self.rpc_count = 0
         self._bootstrap = bootstrap
         self._lock = threading.Lock()
+        self._slabs_lock = threading.Lock()  # held while a slab is asked for; calls go on
         self._slabs: dict[int, MappedSlab] = {}
         self._closed = False
         if bootstrap.epoch_fd is not None:
@@ -143,7 +145,9 @@ class Client:
     # -- sessions ---------------------------------------------------------------
     def open_session(self, namespace: Namespace, max_tokens: int) -> SessionHandle:
         """Open a session of at most `max_tokens` tokens. Raises InvalidArgument, TierFull."""
-        request = pb.OpenRequest(namespace=wire.namespace_to_wire(namespace), max_tokens=max_tokens)
+        request = wire.request(
+            pb.OpenRequest, namespace=wire.namespace_to_wire(namespace), max_tokens=max_tokens
+        )
         reply = self.call(self._sessions.Open, request)
         return self._handle(reply.session, namespace, b"", 0)
 
@@ -154,8 +158,11 @@ class Client:
         NotFound, LayoutMismatch (other namespace), StaleGeneration (not suspended).
         """
         number = wire.session_number(session_id)
-        request = pb.ResumeRequest(
-            session=number, namespace=wire.namespace_to_wire(namespace), max_tokens=max_tokens
+        request = wire.request(
+            pb.ResumeRequest,
+            session=number,
+            namespace=wire.namespace_to_wire(namespace),
+            max_tokens=max_tokens,
         )
         reply = self.call(self._sessions.Resume, request, SUSPEND_SECONDS)
         return self._handle(number, namespace, reply.token_ids, reply.sealed_blocks)
@@ -164,13 +171,28 @@ class Client:
         self, number: int, namespace: Namespace, token_ids: bytes, sealed_blocks: int
     ) -> SessionHandle:
         self._count()
-        fd = self._bootstrap.session_fds(number)
         try:
-            table = PageTableReader(fd)
-        finally:
-            os.close(fd)
+            fd = self._bootstrap.session_fds(number)
+            try:
+                table = PageTableReader(fd)
+            finally:
+                os.close(fd)
+        except (TierdError, OSError):
+            self._give_back(number, token_ids, sealed_blocks)
+            raise
         ids = wire.token_ids_from_wire(token_ids)
         return SessionHandle(self, number, namespace, table, ids, sealed_blocks)
+
+    def _give_back(self, number: int, token_ids: bytes, sealed_blocks: int) -> None:
+        """Undo an open or a resume that led to no handle, so that nothing suspended is lost."""
+        with contextlib.suppress(TierdError):  # what made the handle fail is what the caller hears
+            if token_ids:
+                request = pb.SuspendRequest(
+                    session=number, token_ids=token_ids, sealed_blocks=sealed_blocks
+                )
+                self.call(self._sessions.Suspend, request, SUSPEND_SECONDS)
+            else:
+                self.call(self._sessions.Close, pb.CloseRequest(session=number, owned=True))
 
     def sessions(self) -> list[dict[str, Any]]:
         """Return a row for each session the daemon keeps, oldest first."""
@@ -210,7 +232,7 @@ class Client:
 
     def cancel_hint(self, hint_id: int) -> None:
         """Cancel a hint of this client. Raises NotFound if it is settled or unknown."""
-        self.call(self._hints.Cancel, pb.CancelHintRequest(hint_id=hint_id))
+        self.call(self._hints.Cancel, wire.request(pb.CancelHintRequest, hint_id=hint_id))
 
     def stats(self) -> dict[str, Any]:
         """Return tiers, counts, hints: tierd/census.py has the shape; tiers have `device` too."""
@@ -226,10 +248,10 @@ class Client:
 
         Raises NotFound, DaemonUnavailable.
         """
-        with self._lock:
+        with self._slabs_lock:
             slab = self._slabs.get(slab_id)
             if slab is None:
-                self.rpc_count += 1
+                self._count()
                 grant = self._bootstrap.slab(slab_id)
                 slab = MappedSlab(
                     Tier(grant.tier), grant.slot_bytes, grant.slots, grant.direct, grant.fd
@@ -283,9 +305,10 @@ class Client:
             if self._closed:
                 return
             self._closed = True
-            slabs, self._slabs = self._slabs, {}
         self._channel.close()
         self._bootstrap.close()
+        with self._slabs_lock:
+            slabs, self._slabs = self._slabs, {}
         for slab in slabs.values():
             slab.close()
         if self.epochs is not None:
@@ -346,7 +369,8 @@ class SessionHandle:
         cannot encode. Raises TierFull when no room came by the deadline,
         BudgetTooSmall when none ever can, InvalidArgument, DaemonUnavailable.
         """
-        request = pb.PlanDemotionRequest(
+        request = wire.request(
+            pb.PlanDemotionRequest,
             session=self.number,
             hot_blocks=hot_blocks,
             need_blocks=need_blocks,
@@ -385,7 +409,7 @@ class SessionHandle:
 
         Fewer than all is a result: there was no room, or no time.
         """
-        request = pb.PromoteRequest(session=self.number, blocks=blocks)
+        request = wire.request(pb.PromoteRequest, session=self.number, blocks=blocks)
         reply = self._client.call(self._placement.Promote, request, deadline_seconds)
         return int(reply.warm_pages)
 
@@ -394,8 +418,11 @@ class SessionHandle:
 
         `damaged_layer`: that layer's page of `first_block` was found damaged.
         """
-        request = pb.TruncateRequest(
-            session=self.number, first_block=first_block, damaged_layer=damaged_layer
+        request = wire.request(
+            pb.TruncateRequest,
+            session=self.number,
+            first_block=first_block,
+            damaged_layer=damaged_layer,
         )
         self._client.call(self._sessions.Truncate, request)
 
@@ -405,7 +432,8 @@ class SessionHandle:
         Every page of these blocks must be committed: PageMiss names one that
         is not. The handle is closed after this.
         """
-        request = pb.SuspendRequest(
+        request = wire.request(
+            pb.SuspendRequest,
             session=self.number,
             token_ids=wire.token_ids_to_wire(token_ids),
             sealed_blocks=sealed_blocks,
@@ -414,7 +442,7 @@ class SessionHandle:
         self._end()
 
     def close(self) -> None:
-        """Drop the session and all it holds. Idempotent.
+        """Drop the session and all it holds, if this client still owns it. Idempotent.
 
         A daemon that is gone, or has closed the session already, is no error:
         there is nothing left to free.
@@ -422,7 +450,8 @@ class SessionHandle:
         if not self._open:
             return
         try:
-            self._client.call(self._sessions.Close, pb.CloseRequest(session=self.number))
+            request = pb.CloseRequest(session=self.number, owned=True)
+            self._client.call(self._sessions.Close, request)
         except (DaemonUnavailable, NotFound):
             pass
         finally:
@@ -454,18 +483,15 @@ def hint_request(
     priority: int,
 ) -> Any:
     """Return a hint as a message. Raises InvalidArgument."""
-    number = wire.session_number(session_id)
-    try:
-        return pb.HintRequest(
-            session=number,
-            first_token=first_token,
-            last_token=last_token,
-            deadline_seconds=deadline_seconds,
-            confidence=confidence,
-            priority=priority,
-        )
-    except ValueError as error:  # protobuf's, for an integer that does not fit its field
-        raise InvalidArgument(f"hint: {error}") from None
+    return wire.request(
+        pb.HintRequest,
+        session=wire.session_number(session_id),
+        first_token=first_token,
+        last_token=last_token,
+        deadline_seconds=deadline_seconds,
+        confidence=confidence,
+        priority=priority,
+    )
 
 
 def ticket_to_dict(ticket: Any) -> dict[str, Any]:

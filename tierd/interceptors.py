@@ -1,7 +1,8 @@
 """The guard before every call: who calls, how many at once, and errors made rich.
 
 Invariants:
-  no method of tierd's own runs for a caller without a token, or with a departed one's
+  no method of tierd's own starts for a caller without a token, or with a departed one's;
+  a departed client's streams end
   a caller has at most `in_flight_max` calls under way, streams included
   every reply carries the boot id; every error of the tree leaves as a rich status
 
@@ -10,12 +11,13 @@ Health and reflection are open: they tell nothing about sessions, and probes hav
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -24,6 +26,7 @@ import grpc.aio
 from tierd.errors import DaemonUnavailable, PermissionDenied, TierdError, TierFull
 from tierd.rpc.errors import BOOT_ID_KEY, CLIENT_KEY, STATUS_KEY, TOKEN_KEY, code_of, status_of
 
+CLIENT_ID_DIGITS_MAX = 20
 OPEN_PREFIXES = ("/grpc.health.", "/grpc.reflection.")
 CallDone = Callable[[str, str, float], None]
 """Told of each call's end: method, gRPC code, seconds."""
@@ -37,6 +40,8 @@ class Caller:
     kind: str
     token: str
     in_flight: int = 0
+    on_leave: set[Callable[[], None]] = field(default_factory=set)
+    """Called when the client departs: its open streams end themselves."""
 
 
 current_caller: ContextVar[Caller] = ContextVar("current_caller")
@@ -58,14 +63,18 @@ class Tokens:
         self._callers[client_id] = Caller(client_id, kind, token)
 
     def revoke(self, client_id: int) -> None:
-        """Let a client call no more. Unknown ids are ignored."""
-        self._callers.pop(client_id, None)
+        """Let a client call no more, and end its streams. Unknown ids are ignored."""
+        caller = self._callers.pop(client_id, None)
+        if caller is not None:
+            for leave in caller.on_leave:
+                leave()
 
     def caller_of(self, metadata: Any) -> Caller:
         """Return who calls. Raises PermissionDenied; takes the same time for any wrong token."""
         found = {key: value for key, value in metadata or () if key in (CLIENT_KEY, TOKEN_KEY)}
         number, token = str(found.get(CLIENT_KEY, "")), str(found.get(TOKEN_KEY, ""))
-        caller = self._callers.get(int(number)) if number.isascii() and number.isdigit() else None
+        known = len(number) <= CLIENT_ID_DIGITS_MAX and number.isascii() and number.isdigit()
+        caller = self._callers.get(int(number)) if known else None
         expected = caller.token if caller is not None else ""
         right = hmac.compare_digest(expected.encode(), token.encode())
         if caller is None or not right:
@@ -149,6 +158,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 current_caller.set(caller)  # each call is a task of its own: nothing to reset
                 yield
             code = "OK"
+        except (asyncio.CancelledError, GeneratorExit):
+            code = "CANCELLED"
+            raise
         except TierdError as error:
             code = error.grpc_code
             details = (*trailing, (STATUS_KEY, status_of(error).SerializeToString()))

@@ -7,7 +7,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import time
@@ -39,6 +38,9 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.so_reuseport", 0),
+    # Clients with streams ask every 10 s whether we live (tierd/aioclient.py).
+    ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+    ("grpc.keepalive_permit_without_calls", 1),
 )
 _UNIX = "unix:"
 
@@ -63,7 +65,6 @@ class RpcServer:
         self._target = target
         self._cold_device = cold_device
         self._started_seconds = time.monotonic()
-        self._drained = asyncio.Event()
         self._guard = Guard(self.tokens, boot_id, call_done)
         self._health = health_aio.HealthServicer()
         self._hints = HintsService(store, mover)
@@ -72,8 +73,8 @@ class RpcServer:
         add.add_SessionsServicer_to_server(SessionsService(store, mover), self._server)
         add.add_PlacementServicer_to_server(PlacementService(store, mover), self._server)
         add.add_HintsServicer_to_server(self._hints, self._server)
-        stats = StatsService(self.snapshot, self._drained)
-        add.add_StatsServicer_to_server(stats, self._server)
+        self._stats = StatsService(self.snapshot)
+        add.add_StatsServicer_to_server(self._stats, self._server)
         add.add_AdminServicer_to_server(AdminService(drain), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names = [service.full_name for service in pb.DESCRIPTOR.services_by_name.values()]
@@ -95,7 +96,7 @@ class RpcServer:
     async def stop(self, grace_seconds: float) -> None:
         """Refuse new calls, let those under way end within the grace, and close. Idempotent."""
         self._guard.draining = True
-        self._drained.set()
+        self._stats.end_streams()
         self._hints.end_streams()
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.stop(grace_seconds)

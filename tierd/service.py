@@ -123,7 +123,7 @@ class SessionsService(pb_grpc.SessionsServicer):
         """Drop a session: an engine its own or a suspended one, an operator any."""
         caller = current_caller.get()
         session = self._store.session(request.session)
-        by_owner = caller.kind == ENGINE and session.engine_id is not None
+        by_owner = request.owned or (caller.kind == ENGINE and session.engine_id is not None)
         self._store.close_session(request.session, engine_id=caller.client_id if by_owner else None)
         self._mover.wake()
         return pb.CloseReply()
@@ -234,7 +234,12 @@ class HintsService(pb_grpc.HintsServicer):
 
     async def Stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """Answer commands, and tell each hint's outcome, until both sides are done."""
-        stream = _Stream(_client_id())
+        stream, caller = _Stream(_client_id()), current_caller.get()
+
+        def leave() -> None:
+            stream.put(None)
+
+        caller.on_leave.add(leave)
         self._streams.add(stream)
         reader = asyncio.create_task(self._read(stream, requests))
         try:
@@ -242,6 +247,7 @@ class HintsService(pb_grpc.HintsServicer):
                 yield event
         finally:
             reader.cancel()
+            caller.on_leave.discard(leave)
             self._streams.discard(stream)
             for hint_id in stream.hints:
                 with contextlib.suppress(TierdError):  # settled in this very moment
@@ -309,9 +315,16 @@ class HintsService(pb_grpc.HintsServicer):
 class StatsService(pb_grpc.StatsServicer):
     """Stats: one snapshot, or one every so often."""
 
-    def __init__(self, snapshot: Callable[[], Any], drained: asyncio.Event) -> None:
+    def __init__(self, snapshot: Callable[[], Any]) -> None:
         self._snapshot = snapshot
-        self._drained = drained
+        self._drained = False
+        self._watches: set[asyncio.Event] = set()  # each is set to end its watch
+
+    def end_streams(self) -> None:
+        """End every watch: the daemon drains."""
+        self._drained = True
+        for over in self._watches:
+            over.set()
 
     async def Snapshot(self, request: Any, context: Any) -> Any:
         """Return the figures as they stand."""
@@ -325,10 +338,17 @@ class StatsService(pb_grpc.StatsServicer):
                 f"watch: interval_seconds is {seconds}, must be {WATCH_SECONDS_MIN} to "
                 f"{WATCH_SECONDS_MAX:g}"
             )
-        while not self._drained.is_set():
-            yield self._snapshot()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._drained.wait(), seconds)
+        over, caller = asyncio.Event(), current_caller.get()
+        self._watches.add(over)
+        caller.on_leave.add(over.set)
+        try:
+            while not self._drained and not over.is_set():
+                yield self._snapshot()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(over.wait(), seconds)
+        finally:
+            caller.on_leave.discard(over.set)
+            self._watches.discard(over)
 
 
 class AdminService(pb_grpc.AdminServicer):

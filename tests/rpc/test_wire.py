@@ -71,7 +71,9 @@ def test_token_ids_travel_little_endian() -> None:
     assert (wire.token_ids_from_wire(data) == ids).all()
 
 
-@pytest.mark.parametrize("text", ["", "zz", "0" * 15, "0" * 17, "x" * 16])
+@pytest.mark.parametrize(
+    "text", ["", "zz", "0" * 15, "0" * 17, "x" * 16, "+" + "0" * 15, "0x" + "0" * 14, "0_" * 8]
+)
 def test_a_wrong_session_id_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="session id"):
         wire.session_number(text)
@@ -79,3 +81,21 @@ def test_a_wrong_session_id_is_refused(text: str) -> None:
 
 def test_a_session_id_is_its_number() -> None:
     assert wire.session_number(wire.session_id(2**64 - 1)) == 2**64 - 1
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**32], [0.5]])
+def test_token_ids_that_do_not_fit_are_refused(ids: list[float]) -> None:
+    with pytest.raises(InvalidArgument, match="token ids"):
+        wire.token_ids_to_wire(np.array(ids))
+
+
+def test_a_namespaces_texts_have_a_limit() -> None:
+    message = wire.namespace_to_wire(NAMESPACE)
+    message.adapters = "x" * (wire.TEXT_BYTES_MAX + 1)
+    with pytest.raises(InvalidArgument, match="adapters"):
+        wire.namespace_from_wire(message)
+
+
+def test_what_does_not_fit_a_field_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="OpenRequest"):
+        wire.request(pb.OpenRequest, max_tokens=-1)

@@ -6,6 +6,7 @@ What a peer sent is checked here: InvalidArgument names the field.
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,15 +26,23 @@ _DTYPE_OF = {number: dtype for dtype, number in _DTYPES.items()}
 _CODECS = {CodecId.RAW: pb.CODEC_RAW, CodecId.INT8: pb.CODEC_INT8}
 _TEXTS = ("weights_digest", "revision", "adapters", "rope", "rank_map", "tenant_salt")
 _U32 = np.dtype("<u4")
+# A digest or a name has under 200 bytes, a list of adapters under 2,000. The daemon keeps
+# these texts with each session, so they have a limit.
+TEXT_BYTES_MAX = 4096
+
+
+def request(kind: Any, **fields: Any) -> Any:
+    """Return a message of `kind`. Raises InvalidArgument for what does not fit its field."""
+    try:
+        return kind(**fields)
+    except (ValueError, TypeError) as error:
+        raise InvalidArgument(f"{kind.DESCRIPTOR.name}: {error}") from None
 
 
 def session_number(session_id: str) -> int:
     """Return the number of a session's id (16 hex digits). Raises InvalidArgument."""
-    if len(session_id) == 16:
-        try:
-            return int(session_id, 16)
-        except ValueError:
-            pass
+    if len(session_id) == 16 and set(session_id) <= set(string.hexdigits):
+        return int(session_id, 16)
     raise InvalidArgument(f"{session_id!r} is not a session id: it has 16 hex digits")
 
 
@@ -81,6 +90,12 @@ def namespace_from_wire(message: Any) -> Namespace:
     codec = codec_of(message.codec)
     if codec is None:
         raise InvalidArgument("namespace: codec is not given")
+    for name in _TEXTS:
+        text_bytes = len(getattr(message, name).encode())
+        if text_bytes > TEXT_BYTES_MAX:
+            raise InvalidArgument(
+                f"namespace: {name} has {text_bytes} bytes, at most {TEXT_BYTES_MAX} are allowed"
+            )
     geometry = Geometry(
         shape.layers, shape.kv_heads, shape.head_dim, _DTYPE_OF[shape.dtype], shape.block_tokens
     )
@@ -112,8 +127,11 @@ def u32_column(data: bytes, blocks: int) -> npt.NDArray[np.uint32]:
 
 
 def token_ids_to_wire(token_ids: npt.NDArray[np.uint32]) -> bytes:
-    """Return token ids as uint32 little endian."""
-    return np.ascontiguousarray(token_ids, dtype=_U32).tobytes()
+    """Return token ids as uint32 little endian. Raises InvalidArgument if one does not fit."""
+    ids = np.asarray(token_ids)
+    if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= 2**32):
+        raise InvalidArgument("token ids must be integers from 0 to 2**32 - 1")
+    return np.ascontiguousarray(ids, dtype=_U32).tobytes()
 
 
 def token_ids_from_wire(data: bytes) -> npt.NDArray[np.uint32]:

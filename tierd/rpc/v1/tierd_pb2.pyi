@@ -194,10 +194,12 @@ class ResumeReply(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., sealed_blocks: _Optional[int] = ...) -> None: ...
 
 class CloseRequest(_message.Message):
-    __slots__ = ("session",)
+    __slots__ = ("session", "owned")
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    OWNED_FIELD_NUMBER: _ClassVar[int]
     session: int
-    def __init__(self, session: _Optional[int] = ...) -> None: ...
+    owned: bool
+    def __init__(self, session: _Optional[int] = ..., owned: bool = ...) -> None: ...
 
 class CloseReply(_message.Message):
     __slots__ = ()
