@@ -18,17 +18,17 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tierd.client import (
+from tierd.errors import DaemonUnavailable, DeadlineExceeded, TierdError, TierFull, error_for_reason
+from tierd.rpc import wire
+from tierd.rpc.calls import (
     CALL_SECONDS,
     CHANNEL_OPTIONS,
     call_metadata,
     check_boot_id,
     hint_request,
     ticket_to_dict,
+    typed_error,
 )
-from tierd.errors import DaemonUnavailable, DeadlineExceeded, TierdError, TierFull, error_for_reason
-from tierd.rpc import wire
-from tierd.rpc.errors import error_of
 from tierd.rpc.handshake import TOOL, BootstrapClient
 from tierd.rpc.v1 import tierd_pb2 as pb
 from tierd.rpc.v1 import tierd_pb2_grpc as pb_grpc
@@ -36,7 +36,7 @@ from tierd.rpc.v1 import tierd_pb2_grpc as pb_grpc
 # A stream may be silent for an hour; whether the daemon lives is asked meanwhile.
 _KEEPALIVE = (
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
 
@@ -141,11 +141,7 @@ class AsyncClient:
         return reply
 
     def _error(self, failure: Any) -> TierdError:
-        try:
-            check_boot_id(failure.trailing_metadata(), self.boot_id, self.socket)
-        except DaemonUnavailable as restarted:
-            return restarted
-        return error_of(failure, self.socket)
+        return typed_error(failure, self.boot_id, self.socket)
 
     async def close(self) -> None:
         """Leave: the daemon cancels what this client hinted. Idempotent."""

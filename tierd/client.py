@@ -30,31 +30,24 @@ from tierd.memory.epochs import EpochWriter
 from tierd.memory.memfd import Mapping
 from tierd.memory.pagetable import PageTableReader
 from tierd.rpc import wire
-from tierd.rpc.errors import (
-    BOOT_ID_KEY,
-    CLIENT_KEY,
-    MESSAGE_BYTES_MAX,
-    TOKEN_KEY,
-    error_of,
+from tierd.rpc.calls import (
+    CALL_SECONDS,
+    CHANNEL_OPTIONS,
+    call_metadata,
+    check_boot_id,
+    hint_request,
+    ticket_to_dict,
+    typed_error,
 )
 from tierd.rpc.handshake import BootstrapClient
 from tierd.rpc.v1 import tierd_pb2 as pb
 from tierd.rpc.v1 import tierd_pb2_grpc as pb_grpc
 from tierd.types import CodecId, Namespace, Tier
 
-CALL_SECONDS = 5.0
 # 64 MiB/s is the slowest memory we promise for: 16 MiB of token ids and 64 MiB of headers.
 SUSPEND_SECONDS = 10.0
 READ_TRIES = 3
 _BACKOFF_SECONDS = 0.02  # times 0.5 to 1.5, doubled at each try
-
-CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_retries", 0),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-)
 
 
 class MappedSlab:
@@ -268,18 +261,11 @@ class Client:
                 request, timeout=deadline_seconds, metadata=self._metadata
             )
         except grpc.RpcError as failure:
-            raise self._error(failure) from None
+            raise typed_error(failure, self.boot_id, self.socket) from None
         except ValueError:  # grpc's way to say that the channel is closed
             raise DaemonUnavailable(f"this client of {self.socket} is closed") from None
         check_boot_id(call.trailing_metadata(), self.boot_id, self.socket)
         return reply
-
-    def _error(self, failure: Any) -> Exception:
-        try:
-            check_boot_id(failure.trailing_metadata(), self.boot_id, self.socket)
-        except DaemonUnavailable as restarted:
-            return restarted
-        return error_of(failure, self.socket)
 
     def _read(self, method: Any, request: Any) -> Any:
         """Make a call that changes nothing, so that it may be tried again."""
@@ -460,44 +446,3 @@ class SessionHandle:
     def _end(self) -> None:
         self._open = False
         self.table.close()
-
-
-def call_metadata(bootstrap: BootstrapClient) -> tuple[tuple[str, str], ...]:
-    """Return the metadata of every call."""
-    return ((CLIENT_KEY, str(bootstrap.engine_id)), (TOKEN_KEY, bootstrap.token))
-
-
-def check_boot_id(metadata: Any, boot_id: str, socket: str) -> None:
-    """Raise DaemonUnavailable if another daemon than the one we greeted has answered."""
-    for key, value in metadata or ():
-        if key == BOOT_ID_KEY and value != boot_id:
-            raise DaemonUnavailable(f"the daemon at {socket} was restarted; connect anew")
-
-
-def hint_request(
-    session_id: str,
-    deadline_seconds: float,
-    first_token: int,
-    last_token: int | None,
-    confidence: float,
-    priority: int,
-) -> Any:
-    """Return a hint as a message. Raises InvalidArgument."""
-    return wire.request(
-        pb.HintRequest,
-        session=wire.session_number(session_id),
-        first_token=first_token,
-        last_token=last_token,
-        deadline_seconds=deadline_seconds,
-        confidence=confidence,
-        priority=priority,
-    )
-
-
-def ticket_to_dict(ticket: Any) -> dict[str, Any]:
-    """Return a hint's ticket as plain values."""
-    return {
-        "hint_id": ticket.hint_id,
-        "pages": ticket.pages,
-        "estimated_seconds": ticket.estimated_seconds,
-    }
