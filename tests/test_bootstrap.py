@@ -44,17 +44,29 @@ class FakeHost:
         self.departed.append(peer)
 
 
+class Door:
+    """A served door; `push` may be called from the test's thread."""
+
+    loop: asyncio.AbstractEventLoop
+    server: BootstrapServer
+
+    def push(self, client_id: int, message: Reply) -> None:
+        self.loop.call_soon_threadsafe(self.server.push, client_id, message)
+
+
 @contextmanager
-def door(path: str, host: FakeHost, connections_max: int = 4) -> Iterator[None]:
+def door(path: str, host: FakeHost, connections_max: int = 4) -> Iterator[Door]:
     """Serve the first door at `path` in a loop of its own thread."""
     import threading
 
     ready, end = threading.Event(), threading.Event()
     errors: list[BaseException] = []
+    opened = Door()
 
     async def serve() -> None:
         try:
-            server = BootstrapServer(path, host, connections_max=connections_max)
+            opened.loop = asyncio.get_running_loop()
+            opened.server = server = BootstrapServer(path, host, connections_max=connections_max)
         except ConfigError as error:
             errors.append(error)
             ready.set()
@@ -72,7 +84,7 @@ def door(path: str, host: FakeHost, connections_max: int = 4) -> Iterator[None]:
         assert ready.wait(5.0)
         if errors:
             raise errors[0]
-        yield
+        yield opened
     finally:
         end.set()
         thread.join(timeout=5.0)
@@ -144,6 +156,32 @@ def test_junk_ends_its_connection_and_no_other(path: str, junk: bytes) -> None:
             assert sock.recv(100) == b""
         os.close(client.slab(1).fd)
         client.close()
+
+
+def test_a_client_that_reads_nothing_is_pushed_little_and_still_answered(path: str) -> None:
+    host = FakeHost()
+    with door(path, host) as opened:
+        client = BootstrapClient.connect(path)
+        (peer,) = host.present
+        fields = {"op": "slab", "tier": 2, "slot_bytes": 4096, "slots": 1, "direct": False}
+        for number in range(200):
+            opened.push(peer.client_id, Reply({**fields, "slab": number}, (host.file,)))
+        os.close(client.slab(7000).fd)
+        found = [client.pushed_slab(number) for number in range(200)]
+        grants = [grant for grant in found if grant is not None]
+        assert 0 < len(grants) < 200 and found[0] is not None
+        for grant in grants:
+            os.close(grant.fd)
+        opened.push(peer.client_id, Reply({**fields, "slab": 500}, (host.file,)))
+        eventually(lambda: taken(client, 500))
+        client.close()
+
+
+def taken(client: BootstrapClient, number: int) -> bool:
+    grant = client.pushed_slab(number)
+    if grant is not None:
+        os.close(grant.fd)
+    return grant is not None
 
 
 def test_too_many_clients_are_turned_away(path: str) -> None:

@@ -413,6 +413,26 @@ def test_calls_are_counted_and_steps_need_none(client: Client, handle: SessionHa
     assert client.rpc_count == before + 1
 
 
+def test_new_slabs_come_without_being_asked_for(tmp_path: Path) -> None:
+    config = small_config(tmp_path, warm_bytes=8 * BLOCK_BYTES)
+    with EmbeddedDaemon(config) as daemon, Client.connect(daemon.socket) as client:
+        handle = client.open_session(INT8, MAX_TOKENS)
+        for block in range(1, 33):  # warm fills up, and then cold
+            before = client.rpc_count
+            demote(client, handle, [block])
+            assert client.rpc_count == before + 2, "the plan and the commit"
+        table = handle.table.read(33)
+        before = client.rpc_count
+        for slab in np.unique(table.slab[table.tier != Tier.NONE]):
+            assert client.slab(int(slab)).tier in (Tier.WARM, Tier.COLD)
+        assert client.rpc_count == before
+        with Client.connect(daemon.socket) as other:
+            theirs = other.open_session(OTHER, MAX_TOKENS)
+            assert other._bootstrap.pushed_slab(int(table.slab[0, 32])) is None
+            theirs.close()
+        handle.close()
+
+
 def test_a_slot_is_not_reused_under_a_step(tmp_path: Path) -> None:
     config = small_config(tmp_path, warm_bytes=4 * BLOCK_BYTES)
     with EmbeddedDaemon(config) as daemon, Client.connect(daemon.socket) as client:

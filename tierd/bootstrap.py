@@ -40,6 +40,9 @@ _NO_FDS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _ACCEPT_AGAIN_SECONDS = 0.1
 # Linux 6.5's socket option for a race-free pidfd of the peer; Python 3.11 has no name for it.
 _SO_PEERPIDFD = 77
+# A client reads what was pushed when it needs a slab, or asks for something. Until then it
+# waits in the socket's buffer, which must keep room for an answer: 64 packets are 50 KiB of 200.
+_PUSHED_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class _Connection:
     pid: int
     pidfd: int
     peer: Peer | None = None
+    pushed: int = 0
     watched: list[int] = field(default_factory=list)
 
 
@@ -123,6 +127,16 @@ class BootstrapServer:
         self._watch(connection, connection.pidfd, self._end)
         self._loop.call_later(_HELLO_SECONDS, self._end_if_silent, connection)
 
+    def push(self, client_id: int, message: Reply) -> None:
+        """Send a client what it did not ask for; dropped if it reads nothing: it may still ask."""
+        for connection in self._connections:
+            if connection.peer is None or connection.peer.client_id != client_id:
+                continue
+            if connection.pushed < _PUSHED_MAX:
+                connection.pushed += 1
+                with contextlib.suppress(TierdError):  # its end is noticed elsewhere
+                    send_message(connection.sock, message.fields, message.fds)
+
     def _watch(
         self, connection: _Connection, fd: int, action: Callable[[_Connection], None]
     ) -> None:
@@ -140,6 +154,7 @@ class BootstrapServer:
             self._end(connection)
             return
         request, fds = received
+        connection.pushed = 0  # who asks reads all that came before the answer
         for fd in fds:  # nothing a client sends is kept yet
             os.close(fd)
         try:

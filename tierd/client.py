@@ -239,13 +239,16 @@ class Client:
     def slab(self, slab_id: int) -> MappedSlab:
         """Return a slab of a namespace in which this client has a session; cached.
 
-        Raises NotFound, DaemonUnavailable.
+        New slabs have been sent by the daemon before a page in them is found, so
+        this seldom asks for one (which counts as a call). Raises NotFound, DaemonUnavailable.
         """
         with self._slabs_lock:
             slab = self._slabs.get(slab_id)
             if slab is None:
-                self._count()
-                grant = self._bootstrap.slab(slab_id)
+                grant = self._bootstrap.pushed_slab(slab_id)
+                if grant is None:
+                    self._count()
+                    grant = self._bootstrap.slab(slab_id)
                 slab = MappedSlab(
                     Tier(grant.tier), grant.slot_bytes, grant.slots, grant.direct, grant.fd
                 )

@@ -94,10 +94,12 @@ class Daemon:
         mover_task = asyncio.create_task(self._run_mover(), name="tierd-mover")
         self._stack.push_async_callback(self._stop_mover, mover_task)
         # The bootstrap socket is bound first: it is what refuses a second daemon at one path.
-        bootstrap = BootstrapServer(
-            self.socket, _Host(self), connections_max=config.limits.connections
-        )
+        host = _Host(self)
+        bootstrap = BootstrapServer(self.socket, host, connections_max=config.limits.connections)
         self._stack.callback(bootstrap.close)
+        self.store.placement.on_new_slab = lambda namespace, slab: host.new_slab(
+            bootstrap, namespace, slab
+        )
         metrics = Metrics()
         self.rpc = RpcServer(
             store=self.store,
@@ -190,8 +192,12 @@ class _Host:
         fds: tuple[int, ...] = ()
         if peer.kind == ENGINE:
             fd = create_memfd("tierd-epoch", EPOCH_PAGE_BYTES)
+            try:
+                page = Mapping(fd, EPOCH_PAGE_BYTES, writable=True)
+            except TierdError:
+                os.close(fd)
+                raise
             self._epoch_fds[peer.client_id] = fd
-            page = Mapping(fd, EPOCH_PAGE_BYTES, writable=True)
             page.buffer[:8] = QUIESCENT.to_bytes(8, "little")  # until the engine's first step
             daemon.store.register_engine(peer.client_id, peer.pid, page)
             fds = (fd,)
@@ -215,15 +221,25 @@ class _Host:
                 assert table is not None, "an engine's session has a page table"
                 return Reply({}, (table.fd,))
             case {"op": "slab", "slab": int(slab)}:
-                info = store.slab_for(peer.client_id, slab)
-                fields = {
-                    "tier": int(info.tier),
-                    "slot_bytes": info.slot_bytes,
-                    "slots": info.slots,
-                    "direct": info.tier is Tier.COLD and self._daemon.disk.direct,
-                }
-                return Reply(fields, (info.fd,))
+                return self._slab(peer.client_id, slab)
         raise InvalidArgument(f"unknown request {request.get('op')!r}")
+
+    def _slab(self, engine_id: int, slab: int) -> Reply:
+        info = self._daemon.store.slab_for(engine_id, slab)
+        fields = {
+            "slab": slab,
+            "tier": int(info.tier),
+            "slot_bytes": info.slot_bytes,
+            "slots": info.slots,
+            "direct": info.tier is Tier.COLD and self._daemon.disk.direct,
+        }
+        return Reply(fields, (info.fd,))
+
+    def new_slab(self, bootstrap: BootstrapServer, namespace_digest: bytes, slab: int) -> None:
+        """Send a new slab to the engines of its namespace, so that no step has to ask for it."""
+        for engine_id in self._daemon.store.engines_of(namespace_digest):
+            reply = self._slab(engine_id, slab)
+            bootstrap.push(engine_id, Reply({"op": "slab", **reply.fields}, reply.fds))
 
     def depart(self, peer: Peer) -> None:
         """Free all that a client held."""

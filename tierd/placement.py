@@ -59,7 +59,8 @@ class Placement:
     """Both tiers' pools, the pages in them, the moves between them, and the epochs.
 
     `announce` is called with each new epoch: it goes into every page table,
-    after the entries that the epoch before it saw last are gone.
+    after the entries that the epoch before it saw last are gone. `on_new_slab`
+    is told of a namespace's new slab before any page in it is published.
     """
 
     def __init__(
@@ -81,6 +82,8 @@ class Placement:
         self.epochs = EpochClock()
         self.moving: dict[PageKey, Move] = {}
         self.orphans: set[Move] = set()
+        self.on_new_slab: Callable[[bytes, int], None] | None = None
+        self._newest_slab = 0
         self._announce = announce
 
     # -- pools --------------------------------------------------------------------
@@ -100,6 +103,11 @@ class Placement:
     def reserve(self, tier: Tier, session: Session, codec: CodecId, pages: int) -> list[Place]:
         """Reserve a place for each of `pages` pages; all, or none: then the list is empty."""
         slots = self.pools[tier].reserve(self.pool(tier, session, codec), pages)
+        new = sorted({ref.slab for ref in slots if ref.slab > self._newest_slab})
+        for slab in new:  # ids only rise
+            self._newest_slab = slab
+            if self.on_new_slab is not None:
+                self.on_new_slab(session.namespace_digest, slab)
         return [Place(tier, codec, ref.slab, ref.slot, ref.generation) for ref in slots]
 
     def release(self, session: Session, places: Iterable[Place]) -> None:

@@ -282,6 +282,11 @@ class Store:
         """Give a plan's slots back: the engine writes them no more. Raises StaleGeneration."""
         self._release(self.demotions.find(engine_id, reservation))
 
+    def engines_of(self, namespace_digest: bytes) -> set[int]:
+        """Return the engines that have a session in a namespace."""
+        owners = (s.engine_id for s in self.book if s.namespace_digest == namespace_digest)
+        return {engine_id for engine_id in owners if engine_id is not None}
+
     def slab_for(self, engine_id: int, slab: int) -> SlabInfo:
         """Return a slab of a namespace in which this engine has a session. Raises NotFound."""
         mine = {session.namespace_digest for session in self.book.of_engine(engine_id)}

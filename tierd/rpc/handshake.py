@@ -3,11 +3,13 @@
 Invariants:
   one request is under way at a time, and each has a deadline
   an answer carries its request's number: one that came late is never the next one's
+  each fd that came is the caller's, kept among `_pushed`, or closed
 """
 
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import time
@@ -52,6 +54,7 @@ class BootstrapClient:
         self._path = path
         self._lock = threading.Lock()
         self._asked = 0
+        self._pushed: dict[int, SlabGrant] = {}
         self.token: str = hello["token"]
         self.boot_id: str = hello["boot_id"]
         self.rpc_target: str = hello["rpc"]
@@ -71,7 +74,7 @@ class BootstrapClient:
         sock = _connected(path, deadline_seconds)
         try:
             request = {"v": PROTOCOL_VERSION, "op": "hello", "kind": kind}
-            hello, fds = _exchange(sock, path, {**request, "n": 0})
+            hello, fds = _exchange(sock, path, {**request, "n": 0}, {})
         except BaseException:
             sock.close()
             raise
@@ -85,21 +88,63 @@ class BootstrapClient:
         return fds[0]
 
     def slab(self, slab_id: int) -> SlabGrant:
-        """Return a slab of this engine's namespaces; the caller owns its fd."""
+        """Ask for a slab of this engine's namespaces; the caller owns its fd."""
         fields, fds = self._ask({"op": "slab", "slab": slab_id})
-        return SlabGrant(
-            fields["tier"], fields["slot_bytes"], fields["slots"], fields["direct"],
-            fds[0] if fds else -1,
-        )  # fmt: skip
+        return _grant(fields, fds)
+
+    def pushed_slab(self, slab_id: int) -> SlabGrant | None:
+        """Return a slab that the daemon has sent unasked, or None; the caller owns its fd.
+
+        A new slab is sent before a page in it can be found. Never waits for the daemon.
+        """
+        with self._lock:
+            poll = select.poll()
+            poll.register(self._sock, select.POLLIN)
+            while slab_id not in self._pushed and poll.poll(0):
+                try:
+                    received = receive_message(self._sock)
+                except OSError:
+                    received = None
+                if received is None:
+                    break  # the daemon has gone: whoever asks it is told so
+                _keep(received, self._pushed)
+            return self._pushed.pop(slab_id, None)
 
     def _ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         with self._lock:
             self._asked += 1
-            return _exchange(self._sock, self._path, {**request, "n": self._asked})
+            numbered = {**request, "n": self._asked}
+            return _exchange(self._sock, self._path, numbered, self._pushed)
 
     def close(self) -> None:
         """Close the connection: the daemon frees all that this client held. Idempotent."""
         self._sock.close()
+        while self._pushed:
+            _, grant = self._pushed.popitem()
+            os.close(grant.fd)
+
+
+def _grant(fields: dict[str, Any], fds: list[int]) -> SlabGrant:
+    return SlabGrant(
+        fields["tier"], fields["slot_bytes"], fields["slots"], fields["direct"],
+        fds[0] if fds else -1,
+    )  # fmt: skip
+
+
+def _keep(received: tuple[dict[str, Any], list[int]], pushed: dict[int, SlabGrant]) -> None:
+    """Take in what is not the answer: a slab that was pushed, or an answer nobody waits for."""
+    fields, fds = received
+    slab = fields.get("slab")
+    if fields.get("op") == "slab" and isinstance(slab, int) and len(fds) == 1:
+        pushed[slab] = _grant(fields, fds)
+        return
+    for fd in fds:
+        os.close(fd)
+
+
+def _answers(fields: dict[str, Any], request: dict[str, Any]) -> bool:
+    """Say whether a message answers the request; one without a number is a refusal at the door."""
+    return "op" not in fields and fields.get("n", -1) in (request["n"], -1)
 
 
 def _connected(path: str, deadline_seconds: float) -> socket.socket:
@@ -128,7 +173,7 @@ def _connected(path: str, deadline_seconds: float) -> socket.socket:
 
 
 def _exchange(
-    sock: socket.socket, path: str, request: dict[str, Any]
+    sock: socket.socket, path: str, request: dict[str, Any], pushed: dict[int, SlabGrant]
 ) -> tuple[dict[str, Any], list[int]]:
     try:
         try:
@@ -137,9 +182,8 @@ def _exchange(
             received = receive_message(sock)  # it may have said why before it closed
         else:
             received = receive_message(sock)
-            while received is not None and received[0].get("n", -1) not in (request["n"], -1):
-                for fd in received[1]:  # the answer to a request that was given up
-                    os.close(fd)
+            while received is not None and not _answers(received[0], request):
+                _keep(received, pushed)
                 received = receive_message(sock)
     except TimeoutError:
         raise DeadlineExceeded(f"the daemon at {path} does not answer") from None
