@@ -138,9 +138,10 @@ def use_all_cores() -> None:
     """Give torch and Numba the cores this process may run on, the same for both."""
     import numba
 
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(min(cores, torch.get_num_threads()))
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    cores = min(len(os.sched_getaffinity(0)), torch.get_num_threads())
+    numba.set_num_threads(min(cores, numba.config.NUMBA_NUM_THREADS))
+    # After Numba: starting its threads sets torch's count to its own.
+    torch.set_num_threads(cores)
 
 
 def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numba
 import pytest
 import torch
 
 from tests.engine.support import TierRig, greedy, own_greedy, random_tokens, tiny_model
 from tierd_engine.attention.plan import PlanMode
 from tierd_engine.sizing import HOT_BLOCKS_MIN
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny models gain nothing from a second thread, and on a busy machine wait for it."""
+    before = torch.get_num_threads(), numba.get_num_threads()
+    numba.set_num_threads(1)
+    torch.set_num_threads(1)
+    yield
+    numba.set_num_threads(before[1])
+    torch.set_num_threads(before[0])
+
 
 LOGIT_DIFFERENCE_MAX = 3e-4  # attention.md; sdpa and eager differ by 6e-5 on SmolLM2
 NEW_TOKENS = 128
