@@ -33,6 +33,11 @@ class Generator:
         self.losses: Counter[int] = Counter()
         self.recomputed_tokens = 0
 
+    def resume(self, token_ids: list[int], sealed_blocks: int) -> None:
+        """Take over a resumed session; what lies past its sealed blocks is recomputed by `feed`."""
+        self.kv.adopt(sealed_blocks)
+        self.token_ids = list(token_ids)
+
     def feed(
         self, token_ids: list[int], advanced: Callable[[int], None] | None = None
     ) -> torch.Tensor:

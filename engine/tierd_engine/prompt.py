@@ -46,6 +46,29 @@ def build_prompt(
     return Prompt([*before, *middle, *after], len(middle), given)
 
 
+def build_followup(tokenizer: Any, question: str) -> list[int]:
+    """Return the token ids that ask another question after an answer.
+
+    With a chat template they begin by ending the answer's turn; see `follow`.
+    """
+    text = f"\n\n{question}\n"
+    if getattr(tokenizer, "chat_template", None):
+        turns = [
+            {"role": "user", "content": "-"},
+            {"role": "assistant", "content": _DOCUMENT_MARK},
+            {"role": "user", "content": question},
+        ]
+        whole = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        text = whole.partition(_DOCUMENT_MARK)[2]
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def follow(token_ids: list[int], followup: list[int]) -> list[int]:
+    """Return `followup` without the end of turn that `token_ids` ends with already."""
+    return followup[1:] if followup[:1] == token_ids[-1:] else followup
+
+
 def _around_document(tokenizer: Any, question: str) -> tuple[str, str]:
     if not getattr(tokenizer, "chat_template", None):
         return "", f"\n\n{question}\n"

@@ -69,10 +69,12 @@ def build_report(
         "plan": str(job.plan),
         "block_tokens": job.sizes.block_tokens,
         "kv_bytes": job.sizes.kv_bytes,
+        "session": {"id": kv.handle.id, "kept": job.spec.keep},
         "prefill": {
-            "tokens": job.sizes.context_tokens,
+            "tokens": timings.prefill_tokens,
+            "context_tokens": job.sizes.context_tokens,
             "seconds": timings.prefill_seconds,
-            "tokens_per_second": job.sizes.context_tokens / timings.prefill_seconds,
+            "tokens_per_second": _rate(timings.prefill_tokens, timings.prefill_seconds),
         },
         "decode": {
             "tokens": new_tokens,
@@ -120,7 +122,7 @@ def _rate(count: int, seconds: float) -> float:
 
 
 def _verify_section(sections: dict[str, Any], fidelity: FidelityReport) -> dict[str, Any]:
-    own_prefill = _rate(sections["prefill"]["tokens"], fidelity.own_prefill_seconds)
+    own_prefill = _rate(sections["prefill"]["context_tokens"], fidelity.own_prefill_seconds)
     own_decode = _rate(fidelity.tokens - 1, fidelity.own_decode_seconds)
     ours = sections["prefill"]["tokens_per_second"], sections["decode"]["tokens_per_second"]
     return {

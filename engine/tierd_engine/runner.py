@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from tierd.client import Client
 from tierd.codec import parse_codec
 from tierd.errors import InvalidArgument
-from tierd.types import CodecId, DType
+from tierd.types import CodecId, DType, SessionState
 from tierd_engine import hf
 from tierd_engine.attention.plan import PlanMode
-from tierd_engine.fidelity import FidelityReport, compare_with_own_cache
+from tierd_engine.fidelity import compare_with_own_cache
 from tierd_engine.generator import Generator
-from tierd_engine.prompt import Prompt, TextStream, build_prompt
+from tierd_engine.prompt import TextStream, build_followup, build_prompt, follow
 from tierd_engine.report import JobReport, build_report
 from tierd_engine.session import SessionKV
 from tierd_engine.sizing import JobSizes, check_length, size_tiers
@@ -35,7 +36,8 @@ class JobSpec:
 
     `context_tokens`: exact length of the prompt, the document cut to fit; None
     takes the whole document. `block_tokens` None: the largest of 256..16 of
-    which the hot budget holds two.
+    which the hot budget holds two. `keep`: suspend the session at the end, so
+    that another job can `resume` it by its id and ask more, without the document.
     """
 
     model: str
@@ -52,6 +54,8 @@ class JobSpec:
     dtype: str = "auto"
     block_tokens: int | None = None
     rope_scaling: str | None = None
+    keep: bool = False
+    resume: str | None = None
 
 
 class JobEvents(Protocol):
@@ -72,14 +76,18 @@ class JobEvents(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PreparedJob:
-    """A job whose model is found and whose prompt is tokenised."""
+    """A job whose model is found and whose prompt is tokenised.
+
+    `prompt_ids`: what is fed first; `held_tokens`: what a resumed session has already.
+    """
 
     spec: JobSpec
     folder: Path
     config: Any
     shape: hf.ModelShape
     tokenizer: Any
-    prompt: Prompt
+    prompt_ids: list[int]
+    held_tokens: int
     dtype: DType
     codec: CodecId
     plan: PlanMode
@@ -90,24 +98,33 @@ class PreparedJob:
 class Timings:
     """Wall-clock of a job's two phases. A decode step makes one token."""
 
+    prefill_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     decode_steps: int = 0
 
 
-def prepare_job(spec: JobSpec) -> PreparedJob:
-    """Find the model, tokenise the prompt and size the tiers. Loads no weights."""
-    codec = parse_codec(spec.codec)
+def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
+    """Find the model, tokenise the prompt and size the tiers. Loads no weights.
+
+    `socket`: the daemon that keeps the session to resume, where there is one.
+    """
     plan = PlanMode.parse(spec.plan)
     if spec.max_new_tokens < 1:
         raise InvalidArgument(f"max-new-tokens is {spec.max_new_tokens}, must be at least 1")
+    held = _held_session(spec.resume, socket) if spec.resume is not None else None
+    codec = parse_codec(spec.codec) if held is None else parse_codec(held["codec"])
     folder = hf.resolve_model(spec.model)
     config = hf.load_config(folder, spec.rope_scaling)
     shape = hf.model_shape(config)
     dtype = _parse_dtype(spec.dtype)
     tokenizer = hf.load_tokenizer(folder)
-    prompt = build_prompt(tokenizer, spec.document, spec.prompt, spec.context_tokens)
-    context = len(prompt.token_ids)
+    if held is None:
+        ids = build_prompt(tokenizer, spec.document, spec.prompt, spec.context_tokens).token_ids
+    else:
+        ids = build_followup(tokenizer, spec.prompt)
+    held_tokens = 0 if held is None else int(held["tokens"])
+    context = held_tokens + len(ids)
     check_length(shape, context, spec.max_new_tokens)
     sizes = size_tiers(
         shape,
@@ -117,9 +134,22 @@ def prepare_job(spec: JobSpec) -> PreparedJob:
         max_new_tokens=spec.max_new_tokens,
         hot=spec.hot,
         warm=spec.warm,
-        block_tokens=spec.block_tokens,
+        block_tokens=spec.block_tokens if held is None else int(held["block_tokens"]),
     )
-    return PreparedJob(spec, folder, config, shape, tokenizer, prompt, dtype, codec, plan, sizes)
+    return PreparedJob(
+        spec, folder, config, shape, tokenizer, ids, held_tokens, dtype, codec, plan, sizes
+    )
+
+
+def _held_session(session_id: str, socket: str | None) -> dict[str, Any]:
+    """Return the daemon's row of a suspended session. Raises NotFound, InvalidArgument."""
+    if socket is None:
+        raise InvalidArgument("a session can be resumed only from the daemon that keeps it")
+    with Client.connect(socket, kind="tool") as client:
+        row = client.session(session_id)
+    if row["state"] != SessionState.SUSPENDED:
+        raise InvalidArgument(f"session {session_id} is {row['state']}, not suspended")
+    return row
 
 
 def _parse_dtype(text: str) -> DType:
@@ -151,9 +181,11 @@ def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
     namespace = hf.namespace_for(
         job.folder, job.shape, job.dtype, job.codec, job.sizes.block_tokens
     )
-    client = Client.connect(socket)
-    try:
-        handle = client.open_session(namespace, job.sizes.total_tokens)
+    with Client.connect(socket) as client:
+        if job.spec.resume is None:
+            handle = client.open_session(namespace, job.sizes.total_tokens)
+        else:
+            handle = client.resume(job.spec.resume, namespace, job.sizes.total_tokens)
         kv = SessionKV(
             client,
             handle,
@@ -167,23 +199,33 @@ def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
             return _run_session(job, model, client, kv, events)
         finally:
             kv.close()
-    finally:
-        client.close()
 
 
 def _run_session(
     job: PreparedJob, model: Any, client: Client, kv: SessionKV, events: JobEvents
 ) -> JobReport:
     generator = Generator(model, kv)
-    timings = Timings()
-    events.prefill_started(len(job.prompt.token_ids))
+    ids = job.prompt_ids
+    if job.spec.resume is not None:
+        held = [int(token) for token in kv.handle.token_ids]
+        generator.resume(held, kv.handle.sealed_blocks)
+        ids = follow(held, ids)
+    timings = Timings(prefill_tokens=len(generator.token_ids) + len(ids) - kv.position)
+    events.prefill_started(len(generator.token_ids) + len(ids))
     start = time.perf_counter()
-    logits = generator.feed(job.prompt.token_ids, events.prefill_advanced)
+    logits = generator.feed(ids, events.prefill_advanced)
     timings.prefill_seconds = time.perf_counter() - start
+    prompt_ids = list(generator.token_ids)
     new_ids, kept, text = _decode(job, generator, logits, timings, events)
     kv.check_integrity()
-    fidelity = _verify(job, model, new_ids, kept, events) if job.spec.verify else None
-    return build_report(job, client, generator, timings, len(new_ids), text, fidelity)
+    fidelity = None
+    if job.spec.verify:
+        events.note("verifying against the model's own full-precision cache")
+        fidelity = compare_with_own_cache(model, prompt_ids, new_ids, kept)
+    report = build_report(job, client, generator, timings, len(new_ids), text, fidelity)
+    if job.spec.keep:
+        kv.suspend(np.array([*prompt_ids, *new_ids], dtype=np.uint32))
+    return report
 
 
 def _decode(
@@ -213,14 +255,3 @@ def _decode(
     timings.decode_seconds = time.perf_counter() - start
     events.token(stream.end())
     return new_ids, kept, stream.text
-
-
-def _verify(
-    job: PreparedJob,
-    model: Any,
-    new_ids: list[int],
-    kept: list[torch.Tensor],
-    events: JobEvents,
-) -> FidelityReport:
-    events.note("verifying against the model's own full-precision cache")
-    return compare_with_own_cache(model, job.prompt.token_ids, new_ids, kept)

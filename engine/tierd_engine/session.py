@@ -398,7 +398,7 @@ class SessionKV:
         self._lengths = [self.position] * self.geometry.layers
 
     def close(self) -> None:
-        """Stop reading and close the session in the daemon."""
+        """Stop reading, and close the session in the daemon unless it was suspended."""
         self.reader.close()
         self.handle.close()
 

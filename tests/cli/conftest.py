@@ -48,7 +48,7 @@ class FakeWorld:
 
 
 def _runner(world: FakeWorld) -> ModuleType:
-    def prepare_job(spec: Any) -> Any:
+    def prepare_job(spec: Any, socket: str | None = None) -> Any:
         world.specs.append(spec)
         sizes = SimpleNamespace(
             hot_budget_bytes=1024, warm_budget_bytes=4096, cold_needed_bytes=world.cold_needed_bytes

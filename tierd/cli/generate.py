@@ -10,6 +10,7 @@ from tierd.cli import options
 from tierd.cli.document import read_document
 from tierd.cli.job import Display, Placement, run_job_command
 from tierd.cli.terminal import hush_libraries
+from tierd.errors import InvalidArgument
 
 Model = Annotated[
     str,
@@ -20,7 +21,7 @@ Model = Annotated[
     ),
 ]
 Document = Annotated[
-    str, typer.Option("--document", metavar="FILE", help="UTF-8 text, or - for stdin.")
+    str | None, typer.Option("--document", metavar="FILE", help="UTF-8 text, or - for stdin.")
 ]
 Prompt = Annotated[str, typer.Option("--prompt", metavar="TEXT", help="What to do with it.")]
 Context = Annotated[
@@ -36,8 +37,8 @@ Context = Annotated[
 
 def generate(
     model: Model,
-    document: Document,
     prompt: Prompt,
+    document: Document = None,
     context: Context = None,
     hot: options.Hot = "25%",
     warm: options.Warm = None,
@@ -45,17 +46,22 @@ def generate(
     codec: options.Codec = options.CodecName.INT8,
     plan: options.Plan = options.PlanName.AUTO,
     max_new_tokens: options.MaxNewTokens = 256,
+    ignore_eos: options.IgnoreEos = False,
     verify: options.Verify = False,
     dtype: options.DType = options.DTypeName.AUTO,
     block_tokens: options.BlockTokens = None,
     rope_scaling: options.RopeScaling = None,
     daemon: options.JobDaemon = None,
+    keep: options.Keep = False,
+    resume: options.Resume = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
     """A model reads a document and answers, its KV over three tiers."""
     placement = Placement(daemon, warm, cold_dir)
-    text = read_document(document)
+    text = _document_text(document, resume)
+    if daemon is None and (keep or resume is not None):
+        raise InvalidArgument("--keep and --resume need --daemon: a job's own daemon ends with it")
     hush_libraries(quiet=quiet or as_json)
     # torch takes seconds to import: what can be refused without it already was.
     from tierd_engine.runner import JobSpec
@@ -70,9 +76,18 @@ def generate(
         codec=codec,
         plan=plan,
         max_new_tokens=max_new_tokens,
+        ignore_eos=ignore_eos,
         verify=verify,
         dtype=dtype,
         block_tokens=block_tokens,
         rope_scaling=rope_scaling,
+        keep=keep,
+        resume=resume,
     )
     raise typer.Exit(run_job_command(spec, placement, Display(as_json, quiet)))
+
+
+def _document_text(document: str | None, resume: str | None) -> str:
+    if (document is None) == (resume is None):
+        raise InvalidArgument("give --document, or --resume a session that has read one")
+    return "" if document is None else read_document(document)

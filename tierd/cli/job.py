@@ -65,7 +65,7 @@ def run_job_command(spec: JobSpec, placement: Placement, display: Display) -> in
         _terminated_like_interrupted(),
         JobDisplay(stream_text=not display.as_json, quiet=quiet) as events,
     ):
-        job = prepare_job(spec)
+        job = prepare_job(spec, placement.daemon)
         with _daemon_for(placement, job.sizes) as socket:
             report = run_job(job, socket=socket, events=events).to_dict()
     if display.as_json:

@@ -55,6 +55,22 @@ Plan = Annotated[PlanName, typer.Option("--plan", help="How pages below hot are 
 MaxNewTokens = Annotated[
     int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Length of the answer at most.")
 ]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on to --max-new-tokens, past the answer's end.")
+]
+Keep = Annotated[
+    bool,
+    typer.Option(
+        "--keep",
+        help="Leave the session with the daemon, suspended, for --resume (needs --daemon).",
+    ),
+]
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        "--resume", metavar="SESSION", help="Ask more of a kept session: no --document then."
+    ),
+]
 Verify = Annotated[
     bool,
     typer.Option("--verify", help="Also run the model's own full-precision cache, and compare."),

@@ -147,6 +147,7 @@ def session_info_to_dict(info: Any) -> dict[str, Any]:
         "state": state,
         "engine": info.engine_id or None,
         "codec": CodecId(info.codec).name.lower(),
+        "block_tokens": info.block_tokens,
         "tokens": info.tokens,
         "sealed_blocks": info.sealed_blocks,
         "warm_pages": info.warm_pages,
