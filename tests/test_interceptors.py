@@ -13,6 +13,7 @@ import pytest
 
 from tierd.errors import NotFound, PermissionDenied, TierFull
 from tierd.interceptors import Guard, Tokens, current_caller
+from tierd.rpc.aio import collect_aio
 from tierd.rpc.errors import BOOT_ID_KEY, CLIENT_KEY, TOKEN_KEY, error_of
 from tierd.rpc.v1 import tierd_pb2 as pb
 from tierd.rpc.v1 import tierd_pb2_grpc as pb_grpc
@@ -61,7 +62,7 @@ class Scene:
         self.tokens.issue("secret", 1, "engine")
         self.guard = Guard(self.tokens, "boot", lambda m, code, s: self.ended.append((m, code)))
         self.house = House()
-        self.server = grpc.aio.server(interceptors=[self.guard])
+        self.server: Any = grpc.aio.server(interceptors=[self.guard])
         pb_grpc.add_StatsServicer_to_server(self.house, self.server)
         self.target = f"unix:{folder}/rpc.sock"
         self.server.add_insecure_port(self.target)
@@ -78,6 +79,8 @@ async def scene(folder: Path, in_flight_max: int = 2) -> AsyncIterator[Scene]:
         made.stub = pb_grpc.StatsStub(channel)
         yield made
     await made.server.stop(0)
+    made.server = None
+    await collect_aio()
 
 
 @in_loop
@@ -147,10 +150,10 @@ async def test_a_cancelled_call_is_no_longer_counted(tmp_path: Path) -> None:
         s.house.gate.clear()
         with pytest.raises(grpc.aio.AioRpcError):
             await s.stub.Snapshot(pb.SnapshotRequest(), metadata=RIGHT, timeout=0.1)
-        s.house.gate.set()
         while len(s.ended) < 1:
             await asyncio.sleep(0.005)
         assert s.ended == [("/tierd.rpc.v1.Stats/Snapshot", "CANCELLED")]
+        s.house.gate.set()
         await s.call()
 
 

@@ -20,6 +20,7 @@ import grpc.aio
 
 from tierd.errors import DaemonUnavailable, DeadlineExceeded, TierdError, TierFull, error_for_reason
 from tierd.rpc import wire
+from tierd.rpc.aio import keep_aio_up
 from tierd.rpc.calls import (
     CALL_SECONDS,
     CHANNEL_OPTIONS,
@@ -57,6 +58,7 @@ class AsyncClient:
         self.boot_id = bootstrap.boot_id
         self._bootstrap = bootstrap
         self._metadata = call_metadata(bootstrap)
+        keep_aio_up()
         self._channel = grpc.aio.insecure_channel(
             bootstrap.rpc_target, options=(*CHANNEL_OPTIONS, *_KEEPALIVE)
         )

@@ -24,6 +24,7 @@ import grpc
 import grpc.aio
 
 from tierd.errors import DaemonUnavailable, PermissionDenied, TierdError, TierFull
+from tierd.rpc.aio import keep_aio_up
 from tierd.rpc.errors import BOOT_ID_KEY, CLIENT_KEY, STATUS_KEY, TOKEN_KEY, code_of, status_of
 
 CLIENT_ID_DIGITS_MAX = 20
@@ -102,6 +103,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Checks each call before its method runs. `draining` refuses new ones."""
 
     def __init__(self, tokens: Tokens, boot_id: str, call_done: CallDone) -> None:
+        keep_aio_up()
         self.draining = False
         self._tokens = tokens
         self._boot_id = boot_id

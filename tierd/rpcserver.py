@@ -22,6 +22,7 @@ from tierd.errors import ConfigError
 from tierd.interceptors import CallDone, Guard, Tokens
 from tierd.mover import Mover
 from tierd.rpc import wire
+from tierd.rpc.aio import collect_aio
 from tierd.rpc.errors import MESSAGE_BYTES_MAX
 from tierd.rpc.v1 import tierd_pb2 as pb
 from tierd.rpc.v1 import tierd_pb2_grpc as pb_grpc
@@ -68,7 +69,7 @@ class RpcServer:
         self._guard = Guard(self.tokens, boot_id, call_done)
         self._health = health_aio.HealthServicer()
         self._hints = HintsService(store, mover)
-        self._server = grpc.aio.server(interceptors=[self._guard], options=_OPTIONS)
+        self._server: Any = grpc.aio.server(interceptors=[self._guard], options=_OPTIONS)
         add: Any = pb_grpc
         add.add_SessionsServicer_to_server(SessionsService(store, mover), self._server)
         add.add_PlacementServicer_to_server(PlacementService(store, mover), self._server)
@@ -99,7 +100,12 @@ class RpcServer:
         self._stats.end_streams()
         self._hints.end_streams()
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self._server.stop(grace_seconds)
+        if self._server is None:
+            return
+        server, self._server = self._server, None
+        await server.stop(grace_seconds)
+        del server
+        await collect_aio()
         if self._target.startswith(_UNIX):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._target.removeprefix(_UNIX))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,17 @@ from tierd_engine.generator import LOSSES_PER_BLOCK_MAX, Generator
 from tierd_engine.session import SessionKV
 
 CONTEXT, NEW = 150, 20
+
+
+_rigs: list[Rig] = []
+
+
+@pytest.fixture(autouse=True)
+def close_rigs() -> Iterator[None]:
+    """End the reader threads of every rig that a test made."""
+    yield
+    while _rigs:
+        _rigs.pop().kv.close()
 
 
 class Rig:
@@ -40,6 +53,7 @@ class Rig:
             CONTEXT + NEW,
             mode,  # type: ignore[arg-type]
         )
+        _rigs.append(self)
         self.kv.arena.poison()
         self.generator = Generator(self.tiny.model, self.kv)
         self.prompt = random_tokens(CONTEXT, seed)
