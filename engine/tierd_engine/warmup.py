@@ -10,7 +10,7 @@ import numpy as np
 
 from tierd.codec import decode_pages, digest_pages, encode_pages, page_layout
 from tierd.types import CodecId, Geometry
-from tierd_engine.attention.cpu import attend_pages, merge_partials
+from tierd_engine.attention.cpu import merge_partials, prepare
 from tierd_engine.staging import DecodeStaging
 
 _ALIGN_BYTES = 4096
@@ -23,16 +23,12 @@ def warm_up(geometry: Geometry, heads: int, codec: CodecId, staging: DecodeStagi
     source = pages.ctypes.data + (-pages.ctypes.data) % _ALIGN_BYTES
     target = source + raw.slot_bytes
     sources, targets = np.array([source], np.int64), np.array([target], np.int64)
-    tokens = np.array([geometry.block_tokens], np.int32)
     q = np.zeros((1, heads, geometry.head_dim), np.float32)
-    o = np.zeros((1, *q.shape), np.float32)
-    lse = np.zeros(o.shape[:-1], np.float32)
-    positions = np.zeros(1, np.int64)
+    lse = np.zeros((1, heads), np.float32)
     for kind in sorted({CodecId.RAW, codec}):
         layout = page_layout(geometry, kind)
         encode_pages(sources, targets, layout)
         digest_pages(targets, layout.payload_bytes)
         decode_pages(targets, layout, staging.keys_array, staging.values_array, 0)
-        attend_pages(q, targets, tokens, layout, 1.0, o, lse, None, None)
-        attend_pages(q, targets, tokens, layout, 1.0, o, lse, positions, positions)
-    merge_partials(o, lse, np.empty_like(q), np.empty_like(lse[0]))
+        prepare(layout, heads)
+    merge_partials(q[None], lse[None], np.empty_like(q), np.empty_like(lse))

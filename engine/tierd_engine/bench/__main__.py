@@ -39,9 +39,15 @@ def _parser() -> argparse.ArgumentParser:
     fidelity.add_argument("--codec", default="int8")
     fidelity.add_argument("--tokens", type=int, default=448, help="teacher-forced tokens")
     fidelity.set_defaults(run=_fidelity)
+    prefill = verbs.add_parser("prefill", help="prefill tokens/s beside the model's own")
+    prefill.add_argument("--context", type=int, default=4096, help="tokens (default 4096)")
+    prefill.add_argument("--codec", default="int8", help="raw or int8 (default int8)")
+    prefill.add_argument("--dtype", default="float32", help="default float32")
+    prefill.add_argument("--hot", default="25%", help="hot share (default 25%%)")
+    prefill.set_defaults(run=_prefill)
     kernels = verbs.add_parser("kernels", help="codec and attention kernels against memory")
     kernels.set_defaults(run=_kernels)
-    for verb in (decode, exact, fidelity):
+    for verb in (decode, exact, fidelity, prefill):
         verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 
@@ -82,6 +88,21 @@ def _fidelity(options: argparse.Namespace) -> int:
     else:
         print_fidelity(rows)
     return 0 if all(row.holds for row in rows) else 1
+
+
+def _prefill(options: argparse.Namespace) -> int:
+    from tierd.codec import parse_codec
+    from tierd.types import DType
+    from tierd_engine.bench.prefill import bench_prefill, prefill_to_dict, print_prefill
+
+    row = bench_prefill(
+        options.context, parse_codec(options.codec), DType(options.dtype), options.hot
+    )
+    if options.json:
+        print(json.dumps(prefill_to_dict(row)))
+    else:
+        print_prefill(row)
+    return 0 if row.holds else 1
 
 
 def _kernels(options: argparse.Namespace) -> int:

@@ -11,21 +11,18 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from tierd.client import Client
 from tierd.codec.layout import page_layout
-from tierd.config import embedded_config
-from tierd.daemon import EmbeddedDaemon
-from tierd.types import CodecId, DType, Namespace, Tier
+from tierd.types import CodecId, DType, Tier
 from tierd_engine import hf
 from tierd_engine.arena import TORCH_DTYPES, hot_block_bytes
 from tierd_engine.attention.plan import PlanMode
 from tierd_engine.bench.machine import MemoryBandwidth, describe_machine, measure_memory
+from tierd_engine.bench.rig import open_session_kv
 from tierd_engine.bench.synthetic import fill_own_cache, fill_session
 from tierd_engine.cache import TierCache
 from tierd_engine.fidelity import own_attention
@@ -71,17 +68,14 @@ def bench_decode(context: int, *, hot: float, codec: CodecId, steps: int) -> lis
     total = context + _WARM_UP_STEPS + _ROUNDS * steps + 1
     geometry = shape.geometry(dtype, 256)
     bandwidth = measure_memory()
-    with ExitStack() as stack:
-        namespace = Namespace(geometry, weights_digest="bench", codec=codec)
-        blocks = geometry.blocks_for(total)
-        warm_bytes = (blocks + 2) * geometry.layers * page_layout(geometry, codec).slot_bytes
-        socket = stack.enter_context(EmbeddedDaemon(embedded_config(warm_bytes=warm_bytes))).socket
-        client = stack.enter_context(Client.connect(socket))
-        handle = client.open_session(namespace, total)
-        hot_bytes = max(2 * hot_block_bytes(geometry), int(hot * geometry.token_bytes * total))
-        kv = SessionKV(client, handle, shape.heads, hot_bytes, total, PlanMode.NEAR)
-        stack.callback(kv.close)
-        empty_seconds = _empty_step_seconds(model, config, geometry, dtype)
+    blocks = geometry.blocks_for(total)
+    warm_bytes = (blocks + 2) * geometry.layers * page_layout(geometry, codec).slot_bytes
+    hot_bytes = max(2 * hot_block_bytes(geometry), int(hot * geometry.token_bytes * total))
+    empty_seconds = _empty_step_seconds(model, config, geometry, dtype)
+    with open_session_kv(
+        geometry, codec, shape.heads, hot_bytes=hot_bytes, warm_bytes=warm_bytes,
+        total_tokens=total, plan=PlanMode.NEAR,
+    ) as kv:  # fmt: skip
         fill_session(kv, context, TORCH_DTYPES[dtype])
         ours = _tier_runner(model, kv, f"tierd {codec.name.lower()} hot {hot:.0%} near")
         cache = fill_own_cache(config, geometry, context, TORCH_DTYPES[dtype])

@@ -10,22 +10,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tierd.client import Client
-from tierd.config import embedded_config
-from tierd.daemon import EmbeddedDaemon
 from tierd.errors import BudgetTooSmall
-from tierd.types import CodecId, DType, Namespace
+from tierd.types import CodecId, DType
 from tierd_engine import hf
 from tierd_engine.attention.plan import PlanMode
 from tierd_engine.bench.machine import describe_machine
+from tierd_engine.bench.rig import open_session_kv
 from tierd_engine.fidelity import OwnCacheRun
 from tierd_engine.generator import Generator
 from tierd_engine.prompt import build_prompt
-from tierd_engine.session import SessionKV
 from tierd_engine.sizing import JobSizes, size_tiers
 
 LOGIT_DIFFERENCE_MAX = 3e-4
@@ -121,18 +117,10 @@ def _cell(
 ) -> ExactCell:
     start = time.perf_counter()
     geometry = shape.geometry(DType.FLOAT32, sizes.block_tokens)
-    with ExitStack() as stack:
-        config = embedded_config(warm_bytes=sizes.warm_budget_bytes)
-        daemon = stack.enter_context(EmbeddedDaemon(config))
-        client = Client.connect(daemon.socket)
-        stack.callback(client.close)
-        namespace = Namespace(geometry, weights_digest="bench", codec=CodecId.RAW)
-        handle = client.open_session(namespace, sizes.total_tokens)
-        kv = SessionKV(
-            client, handle, shape.heads, sizes.hot_budget_bytes, sizes.total_tokens, plan
-        )
-        stack.callback(kv.close)
-        kv.arena.poison()
+    with open_session_kv(
+        geometry, CodecId.RAW, shape.heads, hot_bytes=sizes.hot_budget_bytes,
+        warm_bytes=sizes.warm_budget_bytes, total_tokens=sizes.total_tokens, plan=plan,
+    ) as kv:  # fmt: skip
         generator = Generator(model, kv)
         logits = generator.feed(reference.prompt)
         difference, identical = 0.0, True

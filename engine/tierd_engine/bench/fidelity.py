@@ -9,28 +9,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from tierd.client import Client
 from tierd.codec.layout import page_layout
-from tierd.config import DaemonConfig, embedded_config
-from tierd.daemon import EmbeddedDaemon
-from tierd.types import CodecId, DType, Geometry, Namespace
+from tierd.types import CodecId, DType
 from tierd_engine import hf
 from tierd_engine.arena import hot_block_bytes
 from tierd_engine.attention.executors import FEW_QUERIES_MAX
 from tierd_engine.attention.plan import PlanMode
 from tierd_engine.bench.machine import describe_machine
+from tierd_engine.bench.rig import open_session_kv
 from tierd_engine.bench.texts import python_reference
 from tierd_engine.cache import TierCache
 from tierd_engine.fidelity import own_attention
 from tierd_engine.generator import Generator
-from tierd_engine.session import SessionKV
 
 _BLOCK_TOKENS = 256
 _HOT_BLOCKS = 2
@@ -128,15 +124,13 @@ def _tier_logits(
 ) -> torch.Tensor:
     geometry = shape.geometry(DType.FLOAT32, _BLOCK_TOKENS)
     total = len(prompt) + len(forced)
-    with ExitStack() as stack:
-        daemon = stack.enter_context(EmbeddedDaemon(_daemon_config(geometry, codec, total)))
-        client = Client.connect(daemon.socket)
-        stack.callback(client.close)
-        namespace = Namespace(geometry, weights_digest="bench", codec=codec)
-        handle = client.open_session(namespace, total)
-        hot_bytes = _HOT_BLOCKS * hot_block_bytes(geometry)
-        kv = SessionKV(client, handle, shape.heads, hot_bytes, total, PlanMode.NEAR)
-        stack.callback(kv.close)
+    block = geometry.layers * page_layout(geometry, codec).slot_bytes
+    # Half the pages warm, half cold: both are read by every step.
+    warm_bytes = max(2, geometry.blocks_for(total) // 2) * block
+    with open_session_kv(
+        geometry, codec, shape.heads, hot_bytes=_HOT_BLOCKS * hot_block_bytes(geometry),
+        warm_bytes=warm_bytes, total_tokens=total, plan=PlanMode.NEAR,
+    ) as kv:  # fmt: skip
         generator = Generator(model, kv)
         rows = [generator.feed(list(prompt))[None]]
         cache = TierCache(kv)
@@ -149,12 +143,6 @@ def _tier_logits(
                 rows.append(model(input_ids=ids, cache=cache, use_cache=True).logits[0].float())
             start += n
         return torch.cat(rows)
-
-
-def _daemon_config(geometry: Geometry, codec: CodecId, total: int) -> DaemonConfig:
-    block = geometry.layers * page_layout(geometry, codec).slot_bytes
-    # Half the pages warm, half cold: both are read by every step.
-    return embedded_config(warm_bytes=max(2, geometry.blocks_for(total) // 2) * block)
 
 
 def _row(

@@ -1,0 +1,41 @@
+"""One session on an embedded daemon, for benchmarks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from tierd.client import Client
+from tierd.config import embedded_config
+from tierd.daemon import EmbeddedDaemon
+from tierd.types import CodecId, Geometry, Namespace
+from tierd_engine.attention.plan import PlanMode
+from tierd_engine.session import SessionKV
+from tierd_engine.warmup import warm_up
+
+
+@contextlib.contextmanager
+def open_session_kv(
+    geometry: Geometry,
+    codec: CodecId,
+    heads: int,
+    *,
+    hot_bytes: int,
+    warm_bytes: int,
+    total_tokens: int,
+    plan: PlanMode,
+) -> Iterator[SessionKV]:
+    """Yield a fresh session's KV with compiled kernels; free slots of hot hold NaN."""
+    with (
+        EmbeddedDaemon(embedded_config(warm_bytes=warm_bytes)) as daemon,
+        Client.connect(daemon.socket) as client,
+    ):
+        namespace = Namespace(geometry, weights_digest="bench", codec=codec)
+        handle = client.open_session(namespace, total_tokens)
+        kv = SessionKV(client, handle, heads, hot_bytes, total_tokens, plan)
+        try:
+            warm_up(geometry, heads, codec, kv.executors.staging)
+            kv.arena.poison()
+            yield kv
+        finally:
+            kv.close()
