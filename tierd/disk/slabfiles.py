@@ -23,7 +23,7 @@ class SlabFiles:
     def create(self, slab_id: int, size_bytes: int) -> None:
         """Make a slab's file, allocated. Raises StorageFull, StorageError."""
         assert slab_id not in self._handles, slab_id
-        self._handles[slab_id] = self.disk.create(f"{slab_id:08x}", size_bytes)
+        self._handles[slab_id] = self.disk.create(f"slab/{slab_id:08x}", size_bytes)
 
     def destroy(self, slab_id: int) -> None:
         """Remove a slab's file."""
