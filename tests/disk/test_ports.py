@@ -8,21 +8,23 @@ from tests.disk.support import PAGE, SIZE, aligned, make, read
 from tierd.disk.ports import DiskPort
 from tierd.errors import NotFound, StorageError
 
-KINDS = ("ephemeral", "named", "memory")
+KINDS = ("ephemeral", "named", "memory", "simulated")
 
 
 @pytest.fixture(params=KINDS)
 def disk(request, tmp_path) -> Iterator[DiskPort]:
     disk = make(request.param, tmp_path / "cold")
     yield disk
+    disk.check_integrity()
     disk.close()
 
 
-@pytest.fixture(params=["named", "memory"])
+@pytest.fixture(params=["named", "memory", "simulated"])
 def kept(request, tmp_path) -> Iterator[DiskPort]:
     """A disk whose files have names."""
     disk = make(request.param, tmp_path / "cold")
     yield disk
+    disk.check_integrity()
     disk.close()
 
 
@@ -79,7 +81,7 @@ def test_close_is_idempotent(disk) -> None:
 
 def test_a_disk_says_what_it_is(disk) -> None:
     assert disk.free_bytes() > 0
-    assert disk.describe().startswith(("posix, O_DIRECT", "posix, buffered", "memory"))
+    assert disk.describe().startswith(("posix, O_DIRECT", "posix, buffered", "memory", "simulated"))
 
 
 def test_a_file_is_kept_until_it_is_removed(kept) -> None:
