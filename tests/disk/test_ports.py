@@ -41,6 +41,17 @@ def test_buffers_are_written_one_after_the_other(disk) -> None:
     assert read(disk, handle, 6 * PAGE, PAGE) == bytes(PAGE)
 
 
+def test_buffers_are_filled_one_after_the_other(disk) -> None:
+    handle = disk.create("slab/00000001", SIZE)
+    disk.write(handle, PAGE, [aligned(PAGE, 1), aligned(PAGE, 2), aligned(PAGE, 3)])
+    first, second = aligned(2 * PAGE, 9), aligned(PAGE, 9)
+    disk.scatter(handle, PAGE, [first, second])
+    assert bytes(first) == b"\1" * PAGE + b"\2" * PAGE
+    assert bytes(second) == b"\3" * PAGE
+    with pytest.raises(AssertionError):
+        disk.scatter(handle, SIZE - PAGE, [first])
+
+
 def test_files_do_not_share_bytes(disk) -> None:
     handles = [disk.create(f"slab/{number:08x}", SIZE) for number in range(3)]
     for number, handle in enumerate(handles):

@@ -235,6 +235,16 @@ class SimulatedDisk:
             if kind is FaultKind.BIT_FLIP:
                 buffer[self._draw.randrange(size)] ^= 1 << self._draw.randrange(8)
 
+    def scatter(self, handle: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill all buffers, one after the other: one operation. Raises StorageError."""
+        assert_whole_sectors(self.size_bytes(handle), offset, buffers)
+        found = memoryview(bytearray(sum(map(len, buffers))))
+        try:
+            self.read_into(handle, offset, found)
+        finally:  # a short read fills the first of them
+            for buffer in buffers:
+                buffer[:], found = found[: len(buffer)], found[len(buffer) :]
+
     def write(self, handle: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Write all buffers. Raises StorageFull, StorageError."""
         inode = self._file(handle)
