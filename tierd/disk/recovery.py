@@ -298,6 +298,7 @@ class _Recovery:
 
     def _look_beyond(self, name: str, window: Window, epoch: int, missing: int) -> bool:
         """Tell a torn end from damage; return whether it is no damage."""
+        self.report.torn_tail |= not window.blank_here()
         for frame in window.strays(self.seed):
             if frame.epoch == epoch and frame.sequence >= missing:
                 self.report.torn_tail = True

@@ -62,6 +62,11 @@ class Window:
         """Look behind a frame from now on."""
         self.offset = frame.offset + frame.length
 
+    def blank_here(self) -> bool:
+        """Return whether nothing was written from here to the end of the next sector."""
+        end = round_up(self.offset, SECTOR_BYTES) + SECTOR_BYTES
+        return not any(self._hold(self.offset)[: end - self.offset])
+
     def strays(self, seed: int) -> Iterator[Frame]:
         """Yield the frames that begin at a sector from here on, whatever they follow."""
         place = round_up(self.offset, SECTOR_BYTES)
