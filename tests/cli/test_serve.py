@@ -59,6 +59,16 @@ def test_a_daemon_is_read_and_ends_cleanly(tierd: Any, served: Any) -> None:
     assert not Path(socket).exists()
 
 
+def test_a_home_that_cannot_be_written_names_the_way_out(
+    tierd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    outcome = tierd("serve", "--socket", str(tmp_path / "t.sock"))
+    assert outcome.code == 1
+    assert "name another with --cold-dir" in outcome.err and outcome.err.count("\n") == 1
+
+
 def test_a_daemon_that_cannot_start_says_why_in_one_line(tierd: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     outcome = tierd(
