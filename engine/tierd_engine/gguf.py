@@ -28,7 +28,7 @@ import xxhash
 
 from tierd.errors import InvalidArgument, StorageError, StorageFull
 from tierd.units import GIB, MIB, format_size
-from tierd_engine.ggufheader import check_gguf, check_gguf_whole
+from tierd_engine.ggufheader import check_gguf, count_elements
 from tierd_engine.loading import quiet, reading, require_whole
 from tierd_engine.modelcheck import check_folder
 from tierd_engine.weights import add_file
@@ -47,6 +47,8 @@ LOCK_SECONDS_MAX = 600.0
 _LOCK_POLL_SECONDS = 0.1
 # Beside the weights: a config, and a tokenizer of some MiB.
 _BESIDE_WEIGHTS_BYTES = 32 * MIB
+_FLOAT32_BYTES = 4
+_WAY_OUT = "free some, or set XDG_CACHE_HOME to a folder elsewhere"
 
 
 def model_cache_folder() -> Path:
@@ -77,8 +79,8 @@ def converted_gguf(source: Path, check_config: Callable[[Any], object]) -> Path:
     if _is_whole(target):
         _tidy_if_idle(folder)
         return target
-    check_gguf_whole(source)
-    with _writing(folder, 0):
+    needed_bytes = _FLOAT32_BYTES * count_elements(source) + _BESIDE_WEIGHTS_BYTES
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with _lock(folder, LOCK_SECONDS_MAX) as held:
         if not held:
@@ -88,6 +90,8 @@ def converted_gguf(source: Path, check_config: Callable[[Any], object]) -> Path:
             )
         # Another process may have converted it while this one waited.
         if not _is_whole(target):
+            tidy(folder, time.time())
+            _require_room(folder, needed_bytes)
             _convert(source, target, check_config)
         tidy(folder, time.time())
     return target
@@ -153,7 +157,7 @@ def tidy(folder: Path, now: float) -> None:
     for work in folder.glob(f"{_WORK_PREFIX}*"):
         shutil.rmtree(work, ignore_errors=True)
     entries = []
-    for path in folder.glob(f"{_ENTRY_PREFIX}*"):
+    for path in filter(Path.is_dir, folder.glob(f"{_ENTRY_PREFIX}*")):
         size = sum(file.stat().st_size for file in path.iterdir())
         entries.append((path.stat().st_mtime, size, path))
     total = sum(size for _, size, _ in entries)
@@ -173,8 +177,7 @@ def _remove(entry: Path) -> None:
 
 def _convert(source: Path, target: Path, check_config: Callable[[Any], object]) -> None:
     folder = target.parent
-    tidy(folder, time.time())
-    with _writing(folder, 0):
+    with _writing(folder):
         work = Path(tempfile.mkdtemp(prefix=_WORK_PREFIX, dir=folder))
     try:
         _write_converted(source, work, check_config)
@@ -209,10 +212,7 @@ def _write_converted(source: Path, work: Path, check_config: Callable[[Any], obj
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    needed_bytes = _BESIDE_WEIGHTS_BYTES + sum(
-        parameter.numel() * parameter.element_size() for parameter in model.parameters()
-    )
-    with _writing(work.parent, needed_bytes), quiet():
+    with _writing(work.parent), quiet():
         tokenizer.save_pretrained(work / "model")
         model.save_pretrained(work / "model")
         _sync(work / "model")
@@ -229,24 +229,27 @@ def _reading(source: Path, alone: Path) -> Iterator[None]:
         raise InvalidArgument(text.replace(str(alone), str(source.parent))) from error
 
 
+def _require_room(folder: Path, needed_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        raise StorageFull(
+            f"the model cache {folder} has {format_size(free_bytes)} free; "
+            f"the converted model takes {format_size(needed_bytes)}: {_WAY_OUT}"
+        )
+
+
 @contextlib.contextmanager
-def _writing(folder: Path, needed_bytes: int) -> Iterator[None]:
+def _writing(folder: Path) -> Iterator[None]:
     """Turn what writing to the cache folder may raise into one line with a way out."""
     from safetensors import SafetensorError
 
-    way_out = "free some, or set XDG_CACHE_HOME to a folder elsewhere"
-    if needed_bytes and shutil.disk_usage(folder).free < needed_bytes:
-        raise StorageFull(
-            f"the model cache {folder} has {format_size(shutil.disk_usage(folder).free)} free; "
-            f"the converted model takes {format_size(needed_bytes)}: {way_out}"
-        )
     try:
         yield
     except (OSError, SafetensorError) as error:
         # safetensors tells the system's error in its text only.
         code = getattr(error, "errno", None)
         if code in (errno.ENOSPC, errno.EDQUOT) or f"os error {errno.ENOSPC}" in str(error):
-            raise StorageFull(f"the model cache {folder} is full: {way_out}") from error
+            raise StorageFull(f"the model cache {folder} is full: {_WAY_OUT}") from error
         reason = getattr(error, "strerror", None) or str(error)
         raise StorageError(
             f"the model cache {folder} cannot be written: {reason}; "

@@ -252,8 +252,9 @@ def test_entries_long_unused_go(cache: Path) -> None:
     entry(cache, "old", unused_seconds=gguf.UNUSED_SECONDS_MAX + 60)
     kept = entry(cache, "new", unused_seconds=gguf.UNUSED_SECONDS_MAX - 60)
     (cache / "a folder of the user's").mkdir()
+    (cache / "gguf-file").write_text("")
     gguf.tidy(cache, time.time())
-    assert names(cache) == {kept.name, "a folder of the user's"}
+    assert names(cache) == {kept.name, "a folder of the user's", "gguf-file"}
 
 
 def test_beyond_the_bound_the_longest_unused_go_and_todays_stay(cache: Path) -> None:
