@@ -102,8 +102,10 @@ def open_ledger(disk: DiskPort) -> Ledger:
 class Rig:
     """A ledger, its model, and random steps of both."""
 
-    def __init__(self, disk: DiskPort, seed: int) -> None:
+    def __init__(self, disk: DiskPort, seed: int, *, lies: bool = False) -> None:
         self.disk, self.seed = disk, seed
+        # A disk that lies may lose what it called durable: what is found is still a state that was.
+        self.lies = lies
         self.draw = random.Random(seed)
         self.states = [State()]  # after each thing said since the last acknowledged flush
         self.history = [State()]  # after each thing said
@@ -135,7 +137,7 @@ class Rig:
     # -- what is found --------------------------------------------------------------
     def check_found(self, found: State, files: set[int]) -> State:
         """Raise AssertionError unless `found` is a state that may be left; return it unpruned."""
-        for state in reversed(self.states):
+        for state in reversed(self.history if self.lies else self.states):
             if state.pruned(files) == found:
                 return state
         raise AssertionError(
@@ -146,15 +148,17 @@ class Rig:
     def check_disk(self, disk: DiskPort) -> None:
         """Recover a disk, without writing, and check it."""
         found = recover(disk, new_uuid=lambda: UUID, clock=FakeClock())
-        assert not found.report.damage, f"seed {self.seed}: {found.report.damage}"
-        assert not self.used_ids or found.next_slab > max(self.used_ids), f"seed {self.seed}"
+        if not self.lies:
+            assert not found.report.damage, f"seed {self.seed}: {found.report.damage}"
+            assert found.next_slab > max(self.used_ids, default=0), f"seed {self.seed}"
         self.check_found(state_of(found.image), slab_files(disk))
 
     def check_reopened(self, disk: DiskPort) -> Ledger:
         """Open a ledger on a disk and check it; what it then holds is acknowledged."""
         ledger = open_ledger(disk)
         ledger.check_integrity()
-        assert not self.used_ids or ledger.take_slab_id() > max(self.used_ids), f"seed {self.seed}"
+        fresh = ledger.take_slab_id()
+        assert self.lies or fresh > max(self.used_ids, default=0), f"seed {self.seed}"
         self.check_found(state_of(ledger._image), slab_files(disk))
         return ledger
 
@@ -210,7 +214,9 @@ class Rig:
 
     def add_slab(self) -> None:
         slab = self.led.take_slab_id()
-        assert slab not in self.used_ids, f"seed {self.seed}: slab id {slab} was used before"
+        assert self.lies or slab not in self.used_ids, (
+            f"seed {self.seed}: slab id {slab} was used before"
+        )
         self.used_ids.add(slab)
         handle = self.disk.create(f"slab/{slab:08x}", SLOT_BYTES)
         self.disk.sync(handle)

@@ -44,9 +44,9 @@ def segment_number(name: str) -> int:
     return int(name.rpartition("/")[2], 16)
 
 
-def head_payload(number: int) -> bytes:
-    """Return what a HEAD says beside its frame: its segment's number."""
-    return number.to_bytes(4, "little")
+def head_payload(number: int, size_bytes: int) -> bytes:
+    """Return what a HEAD says beside its frame: its segment's number and size."""
+    return number.to_bytes(4, "little") + size_bytes.to_bytes(8, "little")
 
 
 def payload_bytes_max(segment_bytes: int) -> int:
@@ -179,10 +179,11 @@ class Journal:
 
     def _begin_segment(self, tail: Sequence[bytes]) -> None:
         number, before = self._next_number, self.end
-        head = self._pack(FrameKind.HEAD, head_payload(number))
-        copies = b"".join(self._pack(FrameKind.COPY, payload) for payload in tail)
-        needed_bytes = round_up(SECTOR_BYTES + len(copies), SECTOR_BYTES)
+        copies_bytes = sum(FRAME_HEADER_BYTES + len(payload) for payload in tail)
+        needed_bytes = round_up(SECTOR_BYTES + copies_bytes, SECTOR_BYTES)
         size_bytes = max(self.segment_bytes, needed_bytes)
+        head = self._pack(FrameKind.HEAD, head_payload(number, size_bytes))
+        copies = b"".join(self._pack(FrameKind.COPY, payload) for payload in tail)
         try:
             self._handle = self._disk.create(segment_name(number), size_bytes)
         except StorageError:

@@ -65,14 +65,12 @@ SNAPSHOTS_KEPT = 2
 class Ledger:
     """See the module. Make one with `Ledger.open`. Every method may be called from any thread."""
 
-    def __init__(
-        self, disk: DiskPort, found: Recovered, superblock: Superblock, segment_bytes: int
-    ) -> None:
+    def __init__(self, disk: DiskPort, found: Recovered, segment_bytes: int) -> None:
         self._disk = disk
-        self.store_uuid, self.epoch = superblock.store_uuid, superblock.epoch
+        self.store_uuid, self.epoch = found.store_uuid, found.epoch + 1
         self.recovery: RecoveryReport = found.report
         self._image: Image = found.image
-        self._image.slab_limit = superblock.slab_limit
+        self._image.slab_limit = min(found.next_slab + SLAB_IDS_RESERVED, SLAB_ID_MAX + 1)
         self._journal = Journal(
             disk,
             store_uuid=self.store_uuid, epoch=self.epoch, end=found.end, found=found.segments,
@@ -85,7 +83,7 @@ class Ledger:
         self._records = found.report.records  # since the last snapshot
         self._snapshot_at_bytes = 0  # of the journal's written bytes
         self._next_slab = found.next_slab
-        self._slab_limit_durable = superblock.slab_limit
+        self._slab_limit_durable = self._image.slab_limit
         self._failed = ""
         self._closed = False
         self._mutex = threading.Lock()  # image, buffer, ids
@@ -108,16 +106,22 @@ class Ledger:
         that can be trusted beside data; a disk that fails), StorageFull.
         """
         found = recover(disk, new_uuid=new_uuid, clock=clock)
-        limit = found.next_slab + SLAB_IDS_RESERVED
-        superblock = Superblock(found.store_uuid, found.epoch + 1, min(limit, SLAB_ID_MAX + 1))
-        write_superblock(disk, superblock)
-        ledger = cls(disk, found, superblock, segment_bytes)
-        ledger._begin(found)
+        if found.fresh:
+            # The store's name is durable before anything else bears it.
+            write_superblock(disk, Superblock(found.store_uuid, 1, found.next_slab, 0))
+            found.epoch = 1
+        ledger = cls(disk, found, segment_bytes)
+        try:
+            ledger._begin(found)
+        except StorageError:
+            ledger._journal.close()
+            raise
         return ledger
 
     def _begin(self, found: Recovered) -> None:
         """Start the epoch's segment: what may not be durable, then what recovery left out."""
         self._journal.begin(found.tail)
+        self._reserve(self.epoch, self._image.slab_limit)
         pruned = found.pruned
         for session, keys in pruned.drops:
             self._drop_keys(session, keys)
@@ -134,6 +138,10 @@ class Ledger:
         for name in found.leftovers:
             self._disk.remove(name)
         self._drop_covered()
+
+    def _reserve(self, epoch: int, slab_limit: int) -> None:
+        end = self._journal.durable
+        write_superblock(self._disk, Superblock(self.store_uuid, epoch, slab_limit, end))
 
     # -- slabs --------------------------------------------------------------------
     def take_slab_id(self) -> int:
@@ -361,13 +369,15 @@ class Ledger:
             assert sizes == self._buffer_bytes, f"{sizes=} {self._buffer_bytes=}"
 
     def close(self) -> None:
-        """Make everything durable and end. Idempotent. Raises StorageFull, StorageError."""
+        """Make everything durable and end. Idempotent.
+
+        Raises StorageFull, StorageError: closed all the same, but not all that was said is kept.
+        """
         if self._closed:
             return
         self._closed = True
         try:
-            if not self._failed:
-                self._close()
+            self._close()
         finally:
             self._journal.close()
 
@@ -376,7 +386,7 @@ class Ledger:
         if self._records > SNAPSHOT_RECORDS // 10:
             self.snapshot()
         # A newer epoch that says which ids were not used: only a crash burns what it reserved.
-        write_superblock(self._disk, Superblock(self.store_uuid, self.epoch + 1, self._next_slab))
+        self._reserve(self.epoch + 1, self._next_slab)
 
 
 def pack_payloads(records: Sequence[Record], payload_bytes: int) -> list[bytes]:

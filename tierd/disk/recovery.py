@@ -69,6 +69,7 @@ class RecoveryReport:
 class Recovered:
     """All that the ledger goes on from."""
 
+    fresh: bool  # nothing was there
     store_uuid: bytes
     epoch: int  # highest seen
     next_slab: int
@@ -131,6 +132,8 @@ class _Recovery:
     def __init__(self, disk: DiskPort, clock: Clock) -> None:
         self.disk, self.clock = disk, clock
         self.report = RecoveryReport()
+        self.superblock = superblock.Superblock(b"", 0, 1, 0)
+        self.fresh = False
         self.image = Image()
         self.leftovers: list[str] = []
         self.store_uuid = b""
@@ -152,21 +155,28 @@ class _Recovery:
     def run(self, new_uuid: Callable[[], bytes]) -> Recovered:
         with self._timed("superblock"):
             found = find_superblock(self.disk, self.report)
-            found = found or superblock.Superblock(new_uuid(), 0, 1)
+            self.fresh = found is None
+            found = found or superblock.Superblock(new_uuid(), 0, 1, 0)
+            self.superblock = found
             self.store_uuid, self.seed = found.store_uuid, seed_of(found.store_uuid)
             self.epoch = found.epoch
+            self._whole_names("")
         with self._timed("heads"):
             self.steps = self._heads()
         with self._timed("snapshot"):
             snapshots = self._load_snapshot()
         with self._timed("journal"):
             segments = self._replay()
+            if self.end.sequence < found.durable and not self.report.damage:
+                missing = f"frames {self.end.sequence + 1} to {found.durable} are missing"
+                self.report.damage.append(f"{journal.FOLDER}: {missing}")
         with self._timed("check"):
             slabs = {journal.segment_number(name) for name in self._whole_names(SLAB_FOLDER)}
             pruned = prune.prune(self.image, slabs)
             self._note(pruned, slabs)
         return Recovered(
-            self.store_uuid, self.epoch, self._next_slab(found, slabs), self.image, self.proven,
+            self.fresh, self.store_uuid, self.epoch, self._next_slab(found, slabs), self.image,
+            self.proven,
             [payload for _, payload in self.tail if payload], segments, self.next_segment,
             snapshots, self.leftovers, pruned, self.report,
         )  # fmt: skip
@@ -195,7 +205,7 @@ class _Recovery:
     def _whole_names(self, folder: str) -> list[str]:
         """Return a folder's files; those not whole when the store stopped are leftovers."""
         names = self.disk.names(folder)
-        whole = [name for name in names if not name.endswith(snapshot.TEMPORARY)]
+        whole = [name for name in names if not name.endswith(superblock.TEMPORARY)]
         self.leftovers += sorted(set(names) - set(whole))
         return whole
 
@@ -243,7 +253,9 @@ class _Recovery:
                 self.next_segment = max(self.next_segment, number + 1)
                 try:
                     head = unpack_frame(first, 0, self.seed)
-                    if head.kind != FrameKind.HEAD or head.payload != journal.head_payload(number):
+                    if head.kind != FrameKind.HEAD or head.payload != journal.head_payload(
+                        number, size_bytes
+                    ):
                         raise StorageError("the first frame is no HEAD of this segment")
                     steps.append(_Step(number, head, size_bytes))
                 except StorageError as error:
@@ -316,9 +328,10 @@ class _Recovery:
 
     def _enter(self, head: Frame) -> None:
         self._advance(head)
-        if head.epoch > self.limit_epoch:
-            # That epoch's superblock, older than this frame, already spoke for more.
-            self.limit_epoch, self.image.slab_limit = head.epoch, 0
+        if self.limit_epoch < head.epoch <= self.superblock.epoch:
+            # The superblock speaks for all that older epochs gave out.
+            self.image.slab_limit = 0
+        self.limit_epoch = max(self.limit_epoch, head.epoch)
 
     def _walk(self, name: str, window: Window, head: Frame, cut: int | None) -> None:
         """Apply frames from the HEAD on; leave the window after the last that follows."""

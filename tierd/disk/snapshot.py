@@ -36,12 +36,12 @@ from tierd.disk.records import (
     slab_items,
     slab_of,
 )
+from tierd.disk.superblock import TEMPORARY
 from tierd.errors import StorageError
 from tierd.units import MIB, SECTOR_BYTES, round_up
 
 FOLDER = "snap"
 SECTIONS = ("rows", "sessions", "slabs", "bad_slots")
-TEMPORARY = ".tmp"
 _MAGIC = b"TIERDSNP"
 _VERSION = 1
 _FIELDS = struct.Struct("<8sII16sQQQQ")

@@ -1,8 +1,8 @@
 """Superblock: which store this is, how often it was opened, which slab ids are spoken for.
 
 Four copies of one sector, 64 KiB apart. Each: magic "TIERDSUP", u32 version,
-u32 zero, store uuid (16), u64 epoch, u64 slab limit, zeros to 4088, u64
-xxh3-64 of all before. Written in two pairs with a sync between, so that a torn
+u32 zero, store uuid (16), u64 epoch, u64 slab limit, u64 durable sequence,
+zeros to 4088, u64 xxh3-64 of all before. Written in two pairs with a sync between, so that a torn
 update leaves two copies that agree, on the old epoch or on the new.
 
 Invariants:
@@ -24,13 +24,14 @@ from tierd.errors import NotFound, StorageError
 from tierd.units import KIB, SECTOR_BYTES
 
 NAME = "superblock"
+TEMPORARY = ".tmp"  # of any file that is not whole yet
 COPIES = 4
 QUORUM = 2
 COPY_STRIDE_BYTES = 64 * KIB
 SUPERBLOCK_BYTES = COPIES * COPY_STRIDE_BYTES
 _MAGIC = b"TIERDSUP"
 _VERSION = 1
-_FIELDS = struct.Struct("<8sII16sQQ")
+_FIELDS = struct.Struct("<8sII16sQQQ")
 _CHECKSUM_OFFSET = SECTOR_BYTES - 8
 _PADDING = bytes(_CHECKSUM_OFFSET - _FIELDS.size)
 UUID_BYTES = 16
@@ -38,16 +39,17 @@ UUID_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """What a copy says."""
+    """What a copy says. `durable`: the journal was on the disk up to this sequence."""
 
     store_uuid: bytes
     epoch: int
     slab_limit: int
+    durable: int
 
     def pack(self) -> bytes:
         """Return one sector."""
-        fields = (_MAGIC, _VERSION, 0, self.store_uuid, self.epoch, self.slab_limit)
-        body = _FIELDS.pack(*fields) + _PADDING
+        numbers = (self.epoch, self.slab_limit, self.durable)
+        body = _FIELDS.pack(_MAGIC, _VERSION, 0, self.store_uuid, *numbers) + _PADDING
         return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
 
     @classmethod
@@ -59,12 +61,12 @@ class Superblock:
         stored = int.from_bytes(view[_CHECKSUM_OFFSET:], "little")
         if xxhash.xxh3_64_intdigest(view[:_CHECKSUM_OFFSET]) != stored:
             raise StorageError("superblock: a copy's checksum does not match")
-        magic, version, zero, store_uuid, epoch, slab_limit = _FIELDS.unpack_from(view)
+        magic, version, zero, store_uuid, *numbers = _FIELDS.unpack_from(view)
         if magic != _MAGIC or zero or bytes(view[_FIELDS.size : _CHECKSUM_OFFSET]) != _PADDING:
             raise StorageError("superblock: a copy of no known form")
         if version != _VERSION:
             raise StorageError(f"superblock: format {version}, this is tierd for {_VERSION}")
-        return cls(store_uuid, epoch, slab_limit)
+        return cls(store_uuid, *numbers)
 
 
 def choose(copies: list[Superblock | None]) -> Superblock | None:
@@ -97,20 +99,38 @@ def _read_copy(disk: DiskPort, handle: int, offset: int, size_bytes: int) -> Sup
 
 
 def write_superblock(disk: DiskPort, superblock: Superblock) -> None:
-    """Make a newer superblock durable. Raises StorageFull, StorageError."""
-    made = False
+    """Make a newer superblock durable. Raises StorageFull, StorageError.
+
+    A file that is not there, or was cut, is replaced whole.
+    """
     try:
         handle = disk.open(NAME)
     except NotFound:
-        handle, made = disk.create(NAME, SUPERBLOCK_BYTES), True
+        return _make(disk, superblock)
     try:
-        sector = memoryview(mmap.mmap(-1, SECTOR_BYTES))
-        sector[:] = superblock.pack()
-        for pair in ((0, 1), (2, 3)):
-            for copy in pair:
-                disk.write(handle, copy * COPY_STRIDE_BYTES, [sector])
-            disk.sync(handle)
+        whole = disk.size_bytes(handle) == SUPERBLOCK_BYTES
+        if whole:
+            _write_copies(disk, handle, superblock)
     finally:
         disk.release(handle)
-    if made:
-        disk.sync_folder("")
+    return None if whole else _make(disk, superblock)
+
+
+def _make(disk: DiskPort, superblock: Superblock) -> None:
+    disk.remove(NAME + TEMPORARY)
+    handle = disk.create(NAME + TEMPORARY, SUPERBLOCK_BYTES)
+    try:
+        _write_copies(disk, handle, superblock)
+    finally:
+        disk.release(handle)
+    disk.rename(NAME + TEMPORARY, NAME)
+    disk.sync_folder("")
+
+
+def _write_copies(disk: DiskPort, handle: int, superblock: Superblock) -> None:
+    sector = memoryview(mmap.mmap(-1, SECTOR_BYTES))
+    sector[:] = superblock.pack()
+    for pair in ((0, 1), (2, 3)):
+        for copy in pair:
+            disk.write(handle, copy * COPY_STRIDE_BYTES, [sector])
+        disk.sync(handle)
