@@ -19,7 +19,7 @@ import xxhash
 from tierd.carry import Batch
 from tierd.codec.layout import HEADER_BYTES, page_layout
 from tierd.demotions import DemotionPlan
-from tierd.disk.ports import PosixDisk
+from tierd.disk.posix import PosixDisk
 from tierd.disk.slabfiles import SlabFiles
 from tierd.errors import StorageError
 from tierd.memory.epochs import EpochWriter

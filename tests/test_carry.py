@@ -5,7 +5,8 @@ import pytest
 from tests.rig import INT8_SLOT, LAYERS, Rig
 from tierd.carry import Batch
 from tierd.codec.layout import HEADER_BYTES
-from tierd.disk.ports import MemoryDisk, PosixDisk
+from tierd.disk.memory import MemoryDisk
+from tierd.disk.posix import PosixDisk
 from tierd.errors import PageDamaged, StorageError
 from tierd.placement import Move
 from tierd.testing import failing

@@ -154,7 +154,9 @@ def test_the_digest_is_the_same_in_every_release() -> None:
 
 def test_the_numbers_of_tiers_and_codecs_do_not_change() -> None:
     assert {tier.name: int(tier) for tier in Tier} == {"NONE": 0, "HOT": 1, "WARM": 2, "COLD": 3}
-    assert {codec.name: int(codec) for codec in CodecId} == {"NONE": 0, "RAW": 1, "INT8": 2}
+    assert {codec.name: int(codec) for codec in CodecId} == {
+        "NONE": 0, "RAW": 1, "INT8": 2, "K8V4": 3, "INT4": 4, "FP8": 5,
+    }  # fmt: skip
     assert [dtype.itemsize for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)] == [4, 2, 2]
     assert {state.value for state in SessionState} == {"running", "idle", "suspended", "closed"}
 

@@ -25,7 +25,7 @@ from tierd import __version__
 from tierd.bootstrap import BootstrapServer, Peer, Reply
 from tierd.clock import SystemClock
 from tierd.config import DaemonConfig, check_memory
-from tierd.disk.ports import PosixDisk
+from tierd.disk.posix import PosixDisk
 from tierd.disk.slabfiles import SlabFiles
 from tierd.errors import (
     ConfigError,
@@ -82,6 +82,7 @@ class Daemon:
         self._stopping = asyncio.Event()
         disk = PosixDisk(config.cold.folder, ephemeral=config.cold.ephemeral)
         self._stack.callback(disk.close)
+        disk.remove_leftovers("slab")  # until the ledger says which can be trusted
         self.disk = disk
         self.store = Store(
             warm=TierParts(MemfdBacking(), config.warm.budget_bytes, config.warm.slab_bytes),

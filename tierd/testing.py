@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 
-from tierd.disk.ports import MemoryDisk
+from tierd.disk.memory import MemoryDisk
 from tierd.errors import TierdError
 
 

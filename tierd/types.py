@@ -35,7 +35,9 @@ class CodecId(enum.IntEnum):
     NONE = 0
     RAW = 1
     INT8 = 2
-    # 3 k8v4, 4 int4, 5 fp8 are taken by the codecs to come.
+    K8V4 = 3
+    INT4 = 4
+    FP8 = 5
 
 
 class DType(enum.StrEnum):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ROOT, open_fds
-from tierd.disk.ports import PosixDisk
+from tierd.disk.posix import PosixDisk
 from tierd.errors import StorageError
 
 PAGE = 4096
@@ -20,7 +20,7 @@ PAGE = 4096
 PREAMBLE = """
 import mmap, os, resource, sys
 import pytest
-from tierd.disk.ports import PosixDisk
+from tierd.disk.posix import PosixDisk
 from tierd.errors import StorageError, StorageFull
 PAGE, MIB = 4096, 1 << 20
 folder, ephemeral = sys.argv[1], sys.argv[2] == "ephemeral"
@@ -33,12 +33,12 @@ def page(byte):
 
 FULL = """
 with PosixDisk(folder, ephemeral=ephemeral) as disk:
-    kept = disk.create("kept", MIB)
+    kept = disk.create("slab/0000feed", MIB)
     before, names = fds(), os.listdir(folder)
     with pytest.raises(StorageFull, match=folder):
-        disk.create("large", 64 * MIB)
+        disk.create("slab/0000beef", 64 * MIB)
     assert (fds(), os.listdir(folder)) == (before, names)
-    more = [disk.create(f"{number}", MIB) for number in range(disk.free_bytes() // MIB)]
+    more = [disk.create(f"slab/{number:08x}", MIB) for number in range(disk.free_bytes() // MIB)]
     for handle in more:
         disk.delete(handle)
     assert disk.free_bytes() >= len(more) * MIB > 0
@@ -52,9 +52,9 @@ with PosixDisk(folder, ephemeral=ephemeral) as disk:
     disk.read_into(kept, MIB - PAGE, buffer)
     assert buffer == page(7)
     with pytest.raises(StorageFull):
-        disk.create("none", PAGE)
+        disk.create("slab/0000dead", PAGE)
     os.close(neighbour)
-    disk.delete(disk.create("again", MIB))
+    disk.delete(disk.create("slab/0000cafe", MIB))
 """
 
 READ_ONLY = """
@@ -69,9 +69,9 @@ with PosixDisk(folder, ephemeral=ephemeral) as disk:
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
     before, names = fds(), os.listdir(folder)
     with pytest.raises(StorageError, match="too large"):
-        disk.create("large", 2 * MIB)
+        disk.create("slab/0000beef", 2 * MIB)
     assert (fds(), os.listdir(folder)) == (before, names)
-    disk.write(disk.create("small", MIB), MIB - PAGE, [page(1)])
+    disk.write(disk.create("slab/0000feed", MIB), MIB - PAGE, [page(1)])
 """
 
 
@@ -137,7 +137,7 @@ def test_files_that_come_and_go_under_io_of_many_threads_stay_apart(tmp_path: Pa
         buffer = memoryview(mmap.mmap(-1, PAGE))
         try:
             for turn in range(40):
-                handle = disk.create(f"{number}-{turn}", 2 * PAGE)
+                handle = disk.create(f"slab/{number * 256 + turn:08x}", 2 * PAGE)
                 disk.write(handle, PAGE, [memoryview(mmap.mmap(-1, PAGE))])
                 for value in (number, turn):
                     buffer[:] = bytes([value]) * PAGE
@@ -158,6 +158,6 @@ def test_files_that_come_and_go_under_io_of_many_threads_stay_apart(tmp_path: Pa
         for thread in threads:
             thread.join(timeout=30.0)
         disk.check_integrity()
-        assert os.listdir(tmp_path) == ["LOCK"]
+        assert disk.names("slab") == []
     assert not errors
     assert open_fds() == before

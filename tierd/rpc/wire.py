@@ -23,7 +23,13 @@ _DTYPES = {
     DType.FLOAT16: pb.D_TYPE_FLOAT16,
 }
 _DTYPE_OF = {number: dtype for dtype, number in _DTYPES.items()}
-_CODECS = {CodecId.RAW: pb.CODEC_RAW, CodecId.INT8: pb.CODEC_INT8}
+_CODECS = {
+    CodecId.RAW: pb.CODEC_RAW,
+    CodecId.INT8: pb.CODEC_INT8,
+    CodecId.K8V4: pb.CODEC_K8V4,
+    CodecId.INT4: pb.CODEC_INT4,
+    CodecId.FP8: pb.CODEC_FP8,
+}
 _TEXTS = ("weights_digest", "revision", "adapters", "rope", "rank_map", "tenant_salt")
 _U32 = np.dtype("<u4")
 # A digest or a name has under 200 bytes, a list of adapters under 2,000. The daemon keeps
@@ -153,6 +159,8 @@ def session_info_to_dict(info: Any) -> dict[str, Any]:
         "warm_pages": info.warm_pages,
         "cold_pages": info.cold_pages,
         "unused_seconds": round(info.unused_seconds, 3),
+        "layers": info.layers,
+        "namespace": info.namespace_digest.hex(),
     }
 
 

@@ -12,6 +12,9 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CODEC_UNSPECIFIED: _ClassVar[Codec]
     CODEC_RAW: _ClassVar[Codec]
     CODEC_INT8: _ClassVar[Codec]
+    CODEC_K8V4: _ClassVar[Codec]
+    CODEC_INT4: _ClassVar[Codec]
+    CODEC_FP8: _ClassVar[Codec]
 
 class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -37,6 +40,9 @@ class HintOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 CODEC_UNSPECIFIED: Codec
 CODEC_RAW: Codec
 CODEC_INT8: Codec
+CODEC_K8V4: Codec
+CODEC_INT4: Codec
+CODEC_FP8: Codec
 D_TYPE_UNSPECIFIED: DType
 D_TYPE_FLOAT32: DType
 D_TYPE_BFLOAT16: DType
