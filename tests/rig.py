@@ -21,6 +21,7 @@ from tierd.codec.layout import HEADER_BYTES, page_layout
 from tierd.demotions import DemotionPlan
 from tierd.disk.posix import PosixDisk
 from tierd.disk.slabfiles import SlabFiles
+from tierd.disk.volatile import VolatileLedger
 from tierd.errors import StorageError
 from tierd.memory.epochs import EpochWriter
 from tierd.memory.memfd import Mapping, create_memfd
@@ -91,10 +92,11 @@ class Rig:
         self._failing_writes = 0
         self.disk = disk or MemoryDisk(fail=self._fault)
         numbers = itertools.count(1)
+        ledger = VolatileLedger(bytes(range(16)))
         self.store = Store(
             warm=TierParts(MemfdBacking(), warm_bytes, 1 << 20),
-            cold=TierParts(SlabFiles(self.disk), cold_bytes, 1 << 20),
-            store_uuid=bytes(range(16)),
+            cold=TierParts(SlabFiles(self.disk, ledger), cold_bytes, 1 << 20),
+            ledger=ledger,
             clock=self.clock,
             new_number=lambda: next(numbers),
         )
@@ -161,7 +163,13 @@ class Rig:
         """Suspend with `blocks` sealed blocks, all demoted already."""
         tokens = np.arange(blocks * session.block_tokens, dtype="<u4").tobytes()
         assert session.engine_id is not None
-        self.store.suspend_session(session.engine_id, session.number, tokens, blocks)
+        self.suspend_with(session, tokens, blocks)
+
+    def suspend_with(self, session: Session, token_ids: bytes, blocks: int) -> None:
+        """Suspend in a store that is not durable: nothing is waited for."""
+        assert session.engine_id is not None
+        self.store.begin_suspend(session.engine_id, session.number, token_ids, blocks)
+        self.store.finish_suspend(session)
 
     def stored(self, engine_id: int = 1, blocks: int = 4, namespace: Namespace = INT8) -> Session:
         """Return a suspended session whose `blocks` blocks are warm."""
@@ -172,13 +180,15 @@ class Rig:
 
     def move(self, keys: Sequence[PageKey], to: Tier) -> None:
         """Carry pages to a tier, here and now."""
-        moves = [self.store.begin_move(key, to) for key in keys]
+        if to is Tier.COLD:
+            keys = [key for key in keys if not self.store.traffic.fall_back(key)]
+        moves = [self.store.traffic.begin_move(key, to) for key in keys]
         held = [move for move in moves if move is not None]
         assert len(held) == len(moves), "no room"
         batch = Batch(held, to, self.store.placement, self.clock, 1e9)
         batch.carry()
         assert batch.errors == [None] * len(held)
-        self.store.finish_moves(held)
+        self.store.traffic.finish(held)
 
     def bytes_of(self, session: Session, layer: int, block: int) -> bytes:
         """Return a page's payload from wherever it is."""
@@ -198,7 +208,7 @@ class Rig:
 
     def pages(self, session: Session, tier: Tier) -> list[PageKey]:
         """Return a session's pages in a tier."""
-        return self.store.pages_in(tier, session, session.index.blocks_in(tier))
+        return self.store.traffic.pages_in(tier, session, session.index.blocks_in(tier))
 
     def settle(self, passes: int = 50) -> None:
         """Pump and run the lanes until nothing is begun any more."""

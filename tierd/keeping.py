@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator
 
 from tierd.clock import Clock
-from tierd.disk.ledger import SessionRecord
+from tierd.disk.records import SessionRecord
 from tierd.disk.volatile import LedgerPort, PageRows
 from tierd.index import Page, SessionIndex
 from tierd.placement import Placement
@@ -86,11 +86,27 @@ class Keeper:
             return session.sealed_blocks * session.layers
         return session.index.pages_in(Tier.COLD)
 
+    def kept_bytes(self) -> int:
+        """Return about how many bytes of cold must outlive the daemon (a first block is raw)."""
+        if not self.durable:
+            return 0
+        return sum(
+            self._placement.slot_bytes(session, session.namespace.codec)
+            * session.sealed_blocks
+            * session.layers
+            for session in self._book
+            if session.kept
+        )
+
     def keep(self, session: Session) -> None:
         """Record a session as it is kept now; a flush with `sync` makes it so."""
         self._ledger.put_session(
             SessionRecord(
-                session.number, session.namespace, session.token_ids, session.sealed_blocks
+                session.number,
+                session.namespace,
+                "parked",
+                session.token_ids,
+                session.sealed_blocks,
             )
         )
 

@@ -44,7 +44,7 @@ from tierd.sessions import Session
 from tierd.store import Store
 from tierd.types import CodecId, PageKey, SessionState, Tier
 from tierd.units import format_size
-from tierd.waiters import PARK_SECONDS_MAX, ParkWaiter, PromotionWaiter, Waiters
+from tierd.waiters import PARK_SECONDS_MAX, ParkWaiter, PromotionWaiter, RoomWaiter, Waiters
 
 TICK_SECONDS = 0.05
 # 64 MiB/s is the slowest disk we promise for: a batch takes 1/16 s there, so that a
@@ -241,8 +241,9 @@ class Mover:
         return HintTicket(hint.hint_id, len(hint.awaited), estimated_seconds)
 
     async def _room(self, session: Session, full: RoomNeeded, deadline_seconds: float) -> None:
-        waiter = _RoomWaiter(session, full.pool, full.slots, deadline_seconds, self._new_answer())
-        self._rooms.append(waiter)
+        answer = self._waiters.new_answer()
+        waiter = RoomWaiter(session, full.pool, full.slots, deadline_seconds, answer)
+        self._waiters.rooms.append(waiter)
         self.wake()
         await waiter.answer
 
@@ -259,9 +260,8 @@ class Mover:
             session = waiter.session
             unbacked = self._store.keeper.unbacked(session)
             if not session.index.holds(range(session.sealed_blocks)):
-                self._waiters.end_park(
-                    waiter, StorageError("a page of the session was lost meanwhile")
-                )
+                lost = StorageError("a page of the session was lost meanwhile")
+                self._waiters.end_park(waiter, lost)
                 return True
             if not unbacked:
                 waiter.flushing = True
@@ -456,19 +456,17 @@ class Mover:
         """Publish what a flush made findable, or leave it where it was."""
         for slab in self._store.placement.cold_files.suspects:
             self._store.placement.shut_slab(slab)
-        waiters = [
-            w for w in group.waiters if isinstance(w, ParkWaiter) and w in self._waiters.parks
-        ]
+        parks = [park for park in self._waiters.parks if park in group.waiters and park.lasts]
         if group.error is None:
             self._traffic.finish(group.moves)
-            for waiter in waiters:
-                self._waiters.end_park(waiter)
+            for park in parks:
+                self._waiters.end_park(park)
             return
         self._note_trouble(group.error)
         for move in group.moves:
             self._traffic.abort(move)
-        for waiter in waiters:
-            self._waiters.end_park(waiter, group.error)
+        for park in parks:
+            self._waiters.end_park(park, group.error)
 
     def _measure(self, batch: Batch) -> None:
         if batch.seconds > 0:

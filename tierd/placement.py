@@ -31,7 +31,7 @@ import numpy as np
 
 from tierd.codec.layout import HEADER_BYTES, page_layout
 from tierd.disk.header import SlotHeader
-from tierd.disk.ledger import PAGE_ROW
+from tierd.disk.records import PAGE_ROW
 from tierd.disk.slabfiles import SlabFiles
 from tierd.disk.volatile import LedgerPort
 from tierd.errors import NotFound

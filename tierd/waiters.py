@@ -22,6 +22,7 @@ from tierd.memory.slabs import SlabPool
 from tierd.sessions import Session
 from tierd.store import Store
 from tierd.types import PageKey, SessionState, Tier
+from tierd.units import format_size
 
 WAIT_SECONDS_MAX = 60.0
 PARK_SECONDS_MAX = 600.0  # 37 GiB at the slowest disk we promise for
@@ -57,6 +58,11 @@ class ParkWaiter:
     deadline_seconds: float
     answer: asyncio.Future[None]
     flushing: bool = False
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the engine still has the session."""
+        return self.session.engine_id == self.engine_id
 
 
 class Waiters:
@@ -125,7 +131,7 @@ class Waiters:
     def _answer_parks(self, now_seconds: float) -> None:
         ledger = self._store.ledger
         for waiter in list(self.parks):
-            if waiter.session.engine_id != waiter.engine_id or waiter.answer.done():
+            if not waiter.lasts or waiter.answer.done():
                 self.end_park(waiter, DaemonUnavailable("the engine has left the session"))
             elif ledger.failed:
                 self.end_park(waiter, StorageError(f"cold takes no more: {ledger.failed}"))
@@ -139,7 +145,7 @@ class Waiters:
     def end_park(self, waiter: ParkWaiter, error: TierdError | None = None) -> None:
         """Take the session from its engine, or tell it why not."""
         self.parks.remove(waiter)
-        if error is None:
+        if error is None and waiter.lasts:
             self._store.finish_suspend(waiter.session)
         self.answer(waiter.answer, error)
 
@@ -165,4 +171,6 @@ class Waiters:
             return f"no room in warm: the cold disk fails: {self.trouble}"
         if retired:
             return f"no room in warm: {retired} bytes wait for engines to end their steps"
-        return "no room in warm, and nothing in it can be spilled (is cold full?)"
+        kept_bytes = self._store.keeper.kept_bytes()
+        kept = f": kept sessions hold {format_size(kept_bytes)} of it" if kept_bytes else ""
+        return f"no room in warm, and nothing in it can be spilled: the cold tier is full{kept}"

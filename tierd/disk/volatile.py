@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tierd.disk.ledger import PAGE_ROW, SessionRecord
+from tierd.disk.records import PAGE_ROW, SessionRecord
 from tierd.types import SlabRecord
 
 PageRows = npt.NDArray[np.void]

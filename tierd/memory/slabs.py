@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tierd.errors import TierdError
+from tierd.errors import TierdError, TierFull
 from tierd.memory.memfd import Mapping, create_memfd
 from tierd.types import SlabRecord, Tier
 
