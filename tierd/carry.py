@@ -70,7 +70,7 @@ class Batch:
         verify_slot(move.warm, found)
         place = move.destination
         written.pack_into(self._header_page)
-        self._files.write_slot(
+        self._files.write_slots(
             place.slab, place.slot, move.slot_bytes, [self._header_page, move.warm[HEADER_BYTES:]]
         )
 

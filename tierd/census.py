@@ -51,7 +51,7 @@ def _tier(store: Store, tier: Tier) -> dict[str, int]:
     counts = [(pool, pool.counts()) for pool in pools]
     pages = sum(session.index.pages_in(tier) for session in store.book)
     if tier is Tier.COLD:
-        pages += sum(s.sealed_blocks * s.layers for s in store.book if s.dormant)
+        pages += sum(store.keeper.cold_pages(s) for s in store.book if s.dormant)
     return {
         "pages": pages,
         "bytes": sum(pool.slot_bytes * count.resident for pool, count in counts),
@@ -119,9 +119,9 @@ def _owned_slots(store: Store) -> tuple[Counter[SlabPool], Counter[SlabPool]]:
 def _unlooked_slots(store: Store) -> Counter[SlabPool]:
     """Count the cold slots of dormant and unclaimed sessions: the ledger alone has them."""
     pool_of = {slab: pool for pool in store.placement.pools[Tier.COLD] for slab in pool.slabs()}
-    dormant = [session.number for session in store.book if session.dormant]
+    dormant = {session.number for session in store.book if session.dormant}
     slots: Counter[SlabPool] = Counter()
-    for number in (*dormant, *store.keeper.unclaimed):
+    for number in dormant | set(store.keeper.unclaimed):
         for slab in store.ledger.pages_of(number)["slab"].tolist():
             slots[pool_of[slab]] += 1
     return slots

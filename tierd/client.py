@@ -345,6 +345,11 @@ class SessionHandle:
         self.sealed_blocks = sealed_blocks
         self._open = True
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this client still owns the session, as far as it knows."""
+        return self._open
+
     def plan_demotion(
         self,
         hot_blocks: Sequence[int],

@@ -4,21 +4,23 @@
                      resume → close, or the engine dies: as it was kept before
     discard, close by an operator            gone
 
-The ledger holds each kept session and each cold page. After a restart a
-session is dormant: its pages are looked up only when somebody needs them, so
-that a million of them cost a start nothing. Pages of a session that was not
-kept are unclaimed: they wait a while for their engine, then they go.
+The ledger holds each session and each cold page. After a restart a session is
+dormant: its pages are looked up only when somebody needs them, so that a
+million of them cost a start nothing. What an engine had beyond what was kept is
+unclaimed: it waits a while for that engine, then it goes.
 
 Invariants:
-  a kept session's record stands in the ledger, with the blocks it still has
+  a session's record stands in the ledger, with the blocks that are kept of it
   a dormant session has no page in the index; what the ledger has is all it has
-  an unclaimed session is in no book
+  a session that was never kept is in the book only while an engine owns it
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+
+import numpy as np
 
 from tierd.clock import Clock
 from tierd.disk.records import SessionRecord
@@ -30,6 +32,7 @@ from tierd.types import CodecId, PageKey, Place, SessionState, Tier
 
 # An engine tries for 30 s to find its daemon again; after twice that nobody comes.
 CLAIM_SECONDS = 60.0
+RUNNING, PARKED = "running", "parked"
 
 
 class Keeper:
@@ -42,7 +45,7 @@ class Keeper:
         self._placement = placement
         self._ledger = ledger
         self._clock = clock
-        self.unclaimed: dict[int, int] = {}  # session number → pages
+        self.unclaimed: dict[int, Session] = {}  # dormant, with an engine's pages
         self._claims_end_seconds = math.inf
 
     @property
@@ -54,10 +57,13 @@ class Keeper:
         """Take in what the ledger has from earlier runs. Raises StorageError, TierFull."""
         for slab in self._ledger.slabs().values():
             self._placement.restore_slab(slab)
-        self.unclaimed = dict(self._ledger.owners())
         for record in self._ledger.sessions().values():
-            self._book.add(self._dormant(record))
-            self.unclaimed.pop(record.number, None)
+            session = self._dormant(record)
+            if record.state == RUNNING:
+                self.unclaimed[session.number] = session
+                self.cut(session, self._kept_prefix(session))
+            if session.kept:
+                self._book.add(session)
         self._claims_end_seconds = self._clock.monotonic() + CLAIM_SECONDS
 
     def _dormant(self, record: SessionRecord) -> Session:
@@ -70,20 +76,55 @@ class Keeper:
             self._clock.monotonic(),
             dormant=True,
         )
-        session.keep(record.token_ids, record.sealed_blocks)
+        if record.token_ids or record.state == PARKED:
+            session.keep(record.token_ids, record.sealed_blocks)
         return session
 
+    def _kept_prefix(self, session: Session) -> int:
+        """Return how many of the kept blocks the ledger has whole, from the first on."""
+        blocks = self._ledger.pages_of(session.number)["block"]
+        counts = np.bincount(blocks[blocks < session.sealed_blocks], minlength=1)
+        gaps = np.flatnonzero(counts < session.layers)
+        return min(session.sealed_blocks, int(gaps[0]) if len(gaps) else len(counts))
+
     def wake(self, session: Session) -> None:
-        """Put a dormant session's pages into its index. Nothing to do for others."""
+        """Put a dormant session's pages into its index, those that are kept of it."""
         if session.dormant:
+            self._claims_end(session)
             session.dormant = False
             for key, page in pages_of(self._ledger.pages_of(session.number)):
                 session.index.set(key.layer, key.block, page)
 
+    def claim(self, number: int) -> Session | None:
+        """Return an unclaimed session with every page it has, for its engine; None if there is none.
+
+        It is the caller's to enter in the book if it was never kept.
+        """
+        session = self.unclaimed.pop(number, None)
+        if session is None:
+            return None
+        session.dormant = False
+        for key, page in pages_of(self._ledger.pages_of(number)):
+            session.index.set(key.layer, key.block, page)
+        return session
+
+    def _claims_end(self, session: Session) -> None:
+        """An unclaimed session is its engine's no more: only what was kept of it stays."""
+        if self.unclaimed.pop(session.number, None) is None:
+            return
+        rows = self._ledger.pages_of(session.number)
+        beyond = rows[rows["block"] >= (session.sealed_blocks if session.kept else 0)]
+        self._placement.discard([page.place for _, page in pages_of(beyond)])
+        if session.kept:
+            self._ledger.truncate(session.number, session.sealed_blocks)
+            self.record(session)
+        else:
+            self._ledger.drop_session(session.number)
+
     def cold_pages(self, session: Session) -> int:
         """Return how many pages of a session are cold, dormant or not."""
         if session.dormant:
-            return session.sealed_blocks * session.layers
+            return len(self._ledger.pages_of(session.number))
         return session.index.pages_in(Tier.COLD)
 
     def kept_bytes(self) -> int:
@@ -98,15 +139,12 @@ class Keeper:
             if session.kept
         )
 
-    def keep(self, session: Session) -> None:
-        """Record a session as it is kept now; a flush with `sync` makes it so."""
+    def record(self, session: Session) -> None:
+        """Record a session as it is now; a flush with `sync` makes it so."""
+        state = PARKED if session.state is SessionState.SUSPENDED else RUNNING
         self._ledger.put_session(
             SessionRecord(
-                session.number,
-                session.namespace,
-                "parked",
-                session.token_ids,
-                session.sealed_blocks,
+                session.number, session.namespace, state, session.token_ids, session.sealed_blocks
             )
         )
 
@@ -114,12 +152,7 @@ class Keeper:
         """Blocks >= first_block are gone from what a session keeps."""
         if session.kept and session.sealed_blocks > first_block:
             session.sealed_blocks = first_block
-            self.keep(session)
-
-    def forget(self, session: Session) -> None:
-        """A session is gone for good."""
-        if session.kept:
-            self._ledger.drop_session(session.number)
+            self.record(session)
 
     def whole_blocks(self, session: Session) -> int:
         """Return how many of the kept blocks, from the first, have every page."""
@@ -143,22 +176,16 @@ class Keeper:
     def tick(self) -> None:
         """Drop what nobody has claimed."""
         if self.unclaimed and self._clock.monotonic() >= self._claims_end_seconds:
-            for number in list(self.unclaimed):
-                self.drop_unclaimed(number)
-
-    def drop_unclaimed(self, number: int) -> None:
-        """Give up an unclaimed session's pages and their slots."""
-        del self.unclaimed[number]
-        places = [page.place for _, page in pages_of(self._ledger.pages_of(number))]
-        self._placement.discard(places)
-        self._ledger.drop_session(number)
+            for session in list(self.unclaimed.values()):
+                self._claims_end(session)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a dormant or unclaimed session is anything else too."""
-        for session in self._book:
-            assert session.number not in self.unclaimed, f"session {session.id} is unclaimed"
+        for session in (*self._book, *self.unclaimed.values()):
             if session.dormant:
                 assert session.state is SessionState.SUSPENDED, f"{session.id}: {session.state}"
+        for number, session in self.unclaimed.items():
+            assert session.dormant and session.number == number, f"{session.id} is not dormant"
 
 
 def pages_of(rows: PageRows) -> Iterator[tuple[PageKey, Page]]:

@@ -101,6 +101,7 @@ class Store:
         session = self.book.new(namespace, self.clock.monotonic())
         session.give(engine_id, max_tokens, self.placement.epochs.now)
         self.book.add(session)
+        self.keeper.record(session)
         return session
 
     def resume_session(
@@ -120,6 +121,7 @@ class Store:
         self._check_engine(engine_id)
         self.keeper.wake(session)
         session.give(engine_id, max_tokens, self.placement.epochs.now)
+        self.keeper.record(session)
         self._touch(session)
         self.hints.session_used(number)
         return session
@@ -141,7 +143,7 @@ class Store:
             self._release(demotion)
         self.traffic.drop_from(session, sealed_blocks)
         session.keep(token_ids, sealed_blocks)
-        self.keeper.keep(session)
+        self.keeper.record(session)
         self._touch(session)
         return session
 
@@ -151,6 +153,7 @@ class Store:
         for demotion in self.demotions.of_session(session):
             self._release(demotion)
         session.take_back(SessionState.SUSPENDED)
+        self.keeper.record(session)
 
     def close_session(
         self, number: int, *, engine_id: int | None = None, discard: bool = False
@@ -171,7 +174,7 @@ class Store:
             return
         self.keeper.wake(session)
         self.traffic.drop_from(session, 0)
-        self.keeper.forget(session)
+        self.ledger.drop_session(session.number)
         session.take_back(SessionState.CLOSED)
         self.book.remove(session)
         self.hints.session_closed(number)

@@ -1,10 +1,14 @@
-"""Fakes of tierd's ports, public: a clock that stands still, and a disk in memory."""
+"""Fakes of tierd's ports, public: a clock that stands still, disks that forget and fail."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+import contextlib
+from collections.abc import Callable, Container, Iterator
 
+from tierd.disk.faults import FOR_EVER, Fault, FaultKind, PowerCut
 from tierd.disk.memory import MemoryDisk
+from tierd.disk.sectors import crash_choices
+from tierd.disk.simulated import SimulatedDisk
 from tierd.errors import TierdError
 
 
@@ -47,4 +51,25 @@ def failing(
     return fail
 
 
-__all__ = ["FakeClock", "MemoryDisk", "failing"]
+@contextlib.contextmanager
+def seed_told(seed: object) -> Iterator[None]:
+    """Add the seed to whatever is raised inside, so that a failed test can be repeated."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"seed {seed!r} repeats this")
+        raise
+
+
+__all__ = [
+    "FOR_EVER",
+    "FakeClock",
+    "Fault",
+    "FaultKind",
+    "MemoryDisk",
+    "PowerCut",
+    "SimulatedDisk",
+    "crash_choices",
+    "failing",
+    "seed_told",
+]

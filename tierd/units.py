@@ -55,7 +55,10 @@ def parse_share(text: str, whole_bytes: int) -> int:
     stripped = text.strip()
     if not stripped.endswith("%"):
         return parse_size(stripped)
-    percent = _parse(stripped[:-1], {"": 1.0}, "percentage", '"25%"')
+    try:
+        percent = _parse(stripped[:-1], {"": 1.0}, "percentage", '"25%"')
+    except InvalidArgument:
+        raise InvalidArgument(f'{text!r} is not a percentage; write it as "25%"') from None
     if percent > 100:
         raise InvalidArgument(f"{text!r} is more than 100%")
     return int(whole_bytes * percent / 100)

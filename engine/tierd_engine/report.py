@@ -3,6 +3,8 @@
 The dictionary is a versioned interface: a key keeps its meaning, new ones may
 come. `decode.rpc_per_step` counts calls made inside decode steps;
 `decode.demotion_rpcs` those made between steps, when a full block went down.
+A daemon that other jobs use too counts and holds for all of them: what is not this
+job's alone is null, and the daemon's own figures stand in `daemon`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tierd.client import Client
 from tierd.codec.layout import page_layout
 from tierd.types import CodecId, Tier
 
@@ -49,18 +50,17 @@ class JobReport:
 
 def build_report(
     job: PreparedJob,
-    client: Client,
+    stats: tuple[dict[str, Any], dict[str, Any]],
     generator: Generator,
     timings: Timings,
     new_tokens: int,
     text: str,
     fidelity: FidelityReport | None,
 ) -> JobReport:
-    """Collect the report from the session, the daemon's stats and the clock."""
+    """Collect the report from the session, the clock, and the daemon's stats before and after."""
     kv = generator.kv
-    daemon = client.stats()
+    daemon = stats[1]
     counts = kv.counts
-    tiers = _tier_figures(kv)
     steps = max(timings.decode_steps, 1)
     sections: dict[str, Any] = {
         "model": job.spec.model,
@@ -69,7 +69,7 @@ def build_report(
         "plan": str(job.plan),
         "block_tokens": job.sizes.block_tokens,
         "kv_bytes": job.sizes.kv_bytes,
-        "session": {"id": kv.handle.id, "kept": job.spec.keep},
+        "session": {"id": kv.handle.id, "kept": job.spec.keeps},
         "prefill": {
             "tokens": timings.prefill_tokens,
             "context_tokens": job.sizes.context_tokens,
@@ -85,6 +85,30 @@ def build_report(
             "demotion_rpcs": counts.room_rpcs,
             "cold_wait_seconds": counts.cold_wait_seconds,
         },
+        **_tier_sections(job, kv, stats),
+        "checks": {
+            "digests_verified": kv.reader.pages_read,
+            "damaged_or_lost_blocks": sum(generator.losses.values()),
+            "recomputed_tokens": generator.recomputed_tokens,
+            "raw_fallback_blocks": kv.agent.raw_fallback_blocks,
+            "integrity": True,
+        },
+    }
+    if job.shared:
+        sections["daemon"] = {
+            name: {key: tier[key] for key in ("capacity_bytes", "used_bytes", "peak_bytes")}
+            for name, tier in daemon["tiers"].items()
+        }
+    if fidelity is not None:
+        sections["verify"] = _verify_section(sections, fidelity)
+    return JobReport(text, sections)
+
+
+def _tier_sections(
+    job: PreparedJob, kv: SessionKV, stats: tuple[dict[str, Any], dict[str, Any]]
+) -> dict[str, Any]:
+    tiers, daemon = _tier_figures(kv), stats[1]
+    return {
         "hot": {
             **asdict(tiers[Tier.HOT]),
             "peak_bytes": kv.arena.peak_bytes,
@@ -94,27 +118,26 @@ def build_report(
         },
         "warm": {
             **asdict(tiers[Tier.WARM]),
-            "budget_bytes": job.sizes.warm_budget_bytes,
-            "spills": daemon["spills"],
-            "peak_bytes": daemon["tiers"]["warm"]["peak_bytes"],
+            "budget_bytes": daemon["tiers"]["warm"]["capacity_bytes"],
+            "spills": _moved(job, stats, "spills"),
+            "peak_bytes": None if job.shared else daemon["tiers"]["warm"]["peak_bytes"],
         },
         "cold": {
             **asdict(tiers[Tier.COLD]),
-            "promotions": daemon["promotions"],
+            "budget_bytes": daemon["tiers"]["cold"]["capacity_bytes"],
+            "promotions": _moved(job, stats, "promotions"),
             "device": daemon["tiers"]["cold"].get("device", ""),
             "bytes_read": kv.reader.bytes_read,
         },
-        "checks": {
-            "digests_verified": kv.reader.pages_read,
-            "damaged_or_lost_blocks": sum(generator.losses.values()),
-            "recomputed_tokens": generator.recomputed_tokens,
-            "raw_fallback_blocks": kv.agent.raw_fallback_blocks,
-            "integrity": True,
-        },
     }
-    if fidelity is not None:
-        sections["verify"] = _verify_section(sections, fidelity)
-    return JobReport(text, sections)
+
+
+def _moved(job: PreparedJob, stats: tuple[dict[str, Any], dict[str, Any]], name: str) -> int | None:
+    """Return the pages moved during the job; None if other engines may have caused some."""
+    before, after = stats
+    if job.shared and max(before["engines"], after["engines"]) > 1:
+        return None
+    return int(after[name] - before[name])
 
 
 def _rate(count: int, seconds: float) -> float:

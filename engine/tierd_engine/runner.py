@@ -6,27 +6,30 @@ it against a daemon's socket.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from tierd.client import Client
+from tierd.client import Client, SessionHandle
 from tierd.codec import parse_codec
-from tierd.errors import InvalidArgument
-from tierd.types import CodecId, DType, SessionState
+from tierd.errors import InvalidArgument, LayoutMismatch, TierdError
+from tierd.types import CodecId, DType, Namespace, SessionState, Tier
 from tierd_engine import hf
 from tierd_engine.attention.plan import PlanMode
 from tierd_engine.fidelity import compare_with_own_cache
 from tierd_engine.generator import Generator
+from tierd_engine.interrupts import interrupts_held
 from tierd_engine.prompt import TextStream, build_followup, build_prompt, follow
 from tierd_engine.report import JobReport, build_report
 from tierd_engine.session import SessionKV
-from tierd_engine.sizing import JobSizes, check_length, size_tiers
+from tierd_engine.sizing import JobSizes, check_daemon_room, check_length, size_tiers
 from tierd_engine.warmup import warm_up
 
 
@@ -35,18 +38,21 @@ class JobSpec:
     """What a user asks for. `hot` and `warm` are sizes ("64MiB") or shares of the KV ("25%").
 
     `context_tokens`: exact length of the prompt, the document cut to fit; None
-    takes the whole document. `block_tokens` None: the largest of 256..16 of
-    which the hot budget holds two. `keep`: suspend the session at the end, so
-    that another job can `resume` it by its id and ask more, without the document.
+    takes the whole document. `hot`, `warm` None: see sizing.py. `block_tokens` None:
+    the largest of 256..16 of which the hot budget holds two. `codec` None: int8.
+    `keep`: suspend the session at the end, so that another job can `resume` it
+    by its id and ask more, without the document. A resumed session has its own
+    codec and block size, and is kept again unless `drop`; if the job fails or is
+    interrupted, it is kept as it was.
     """
 
     model: str
     document: str
     prompt: str
     context_tokens: int | None = None
-    hot: str = "25%"
-    warm: str = "25%"
-    codec: str = "int8"
+    hot: str | None = None
+    warm: str | None = None
+    codec: str | None = None
     plan: str = "auto"
     max_new_tokens: int = 128
     ignore_eos: bool = False
@@ -56,13 +62,22 @@ class JobSpec:
     rope_scaling: str | None = None
     keep: bool = False
     resume: str | None = None
+    drop: bool = False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the session stays with the daemon when the job is done."""
+        return not self.drop and (self.keep or self.resume is not None)
 
 
 class JobEvents(Protocol):
     """What a job tells while it runs. Called on the job's thread."""
 
-    def prefill_started(self, total_tokens: int) -> None:
-        """Prefill of `total_tokens` begins."""
+    def working(self, what: str) -> None:
+        """A stretch of work begins that may last, and says nothing meanwhile."""
+
+    def prefill_started(self, total_tokens: int, held_tokens: int = 0) -> None:
+        """Prefill up to `total_tokens` begins; `held_tokens` of them are there already."""
 
     def prefill_advanced(self, done_tokens: int) -> None:
         """The session now holds `done_tokens`."""
@@ -78,7 +93,7 @@ class JobEvents(Protocol):
 class PreparedJob:
     """A job whose model is found and whose prompt is tokenised.
 
-    `prompt_ids`: what is fed first; `held_tokens`: what a resumed session has already.
+    `prompt_ids`: what is fed first. `shared`: the daemon is not the job's own.
     """
 
     spec: JobSpec
@@ -87,11 +102,20 @@ class PreparedJob:
     shape: hf.ModelShape
     tokenizer: Any
     prompt_ids: list[int]
-    held_tokens: int
-    dtype: DType
-    codec: CodecId
+    namespace: Namespace
     plan: PlanMode
     sizes: JobSizes
+    shared: bool
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype the model computes in."""
+        return self.namespace.geometry.dtype
+
+    @property
+    def codec(self) -> CodecId:
+        """How pages are stored below hot."""
+        return self.namespace.codec
 
 
 @dataclass(slots=True)
@@ -107,13 +131,13 @@ class Timings:
 def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
     """Find the model, tokenise the prompt and size the tiers. Loads no weights.
 
-    `socket`: the daemon that keeps the session to resume, where there is one.
+    `socket`: of a running daemon, which must have room for the job and keeps the
+    session to resume. Raises BudgetTooSmall, LayoutMismatch, InvalidArgument, NotFound.
     """
     plan = PlanMode.parse(spec.plan)
     if spec.max_new_tokens < 1:
         raise InvalidArgument(f"max-new-tokens is {spec.max_new_tokens}, must be at least 1")
     held = _held_session(spec.resume, socket) if spec.resume is not None else None
-    codec = parse_codec(spec.codec) if held is None else parse_codec(held["codec"])
     folder = hf.resolve_model(spec.model)
     config = hf.load_config(folder, spec.rope_scaling)
     shape = hf.model_shape(config)
@@ -121,10 +145,16 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
     tokenizer = hf.load_tokenizer(folder)
     if held is None:
         ids = build_prompt(tokenizer, spec.document, spec.prompt, spec.context_tokens).token_ids
+        codec, block_tokens, context = (
+            parse_codec(spec.codec or "int8"),
+            spec.block_tokens,
+            len(ids),
+        )
     else:
         ids = build_followup(tokenizer, spec.prompt)
-    held_tokens = 0 if held is None else int(held["tokens"])
-    context = held_tokens + len(ids)
+        codec, block_tokens = parse_codec(held["codec"]), int(held["block_tokens"])
+        context = int(held["tokens"]) + len(ids)
+        dtype = _held_dtype(spec, held, folder, shape)
     check_length(shape, context, spec.max_new_tokens)
     sizes = size_tiers(
         shape,
@@ -134,10 +164,15 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
         max_new_tokens=spec.max_new_tokens,
         hot=spec.hot,
         warm=spec.warm,
-        block_tokens=spec.block_tokens if held is None else int(held["block_tokens"]),
+        block_tokens=block_tokens,
+        kept=spec.keeps,
     )
+    if socket is not None:
+        with Client.connect(socket, kind="tool") as client:
+            check_daemon_room(sizes, client.stats(), resumed=held is not None)
+    namespace = hf.namespace_for(folder, shape, dtype, codec, sizes.block_tokens)
     return PreparedJob(
-        spec, folder, config, shape, tokenizer, ids, held_tokens, dtype, codec, plan, sizes
+        spec, folder, config, shape, tokenizer, ids, namespace, plan, sizes, socket is not None
     )
 
 
@@ -150,6 +185,42 @@ def _held_session(session_id: str, socket: str | None) -> dict[str, Any]:
     if row["state"] != SessionState.SUSPENDED:
         raise InvalidArgument(f"session {session_id} is {row['state']}, not suspended")
     return row
+
+
+def _held_dtype(spec: JobSpec, held: dict[str, Any], folder: Path, shape: hf.ModelShape) -> DType:
+    """Return the dtype of a held session, of this very model. Raises LayoutMismatch: what differs.
+
+    The daemon knows a namespace by its digest alone: what could have made it is tried.
+    """
+    codec, block_tokens = parse_codec(held["codec"]), int(held["block_tokens"])
+    wanted = hf.namespace_for(folder, shape, DType.FLOAT32, codec, block_tokens)
+
+    def dtype_of(namespace: Namespace) -> DType | None:
+        for dtype in DType:
+            geometry = replace(namespace.geometry, dtype=dtype)
+            if replace(namespace, geometry=geometry).digest().hex() == held["namespace"]:
+                return dtype
+        return None
+
+    dtype, who = dtype_of(wanted), f"session {spec.resume}"
+    if dtype is not None:
+        if spec.dtype not in ("auto", dtype):
+            raise LayoutMismatch(
+                f"{who} was made with --dtype {dtype}; leave --dtype out, or give that"
+            )
+        return dtype
+    if held["layers"] != shape.layers:
+        raise LayoutMismatch(
+            f"{who} is of another model: that has {held['layers']} layers, "
+            f"{spec.model} has {shape.layers}"
+        )
+    unscaled = hf.model_shape(hf.load_config(folder))
+    if dtype_of(replace(wanted, rope=unscaled.rope)) is not None:
+        raise LayoutMismatch(f"{who} was made without --rope-scaling; leave it out")
+    raise LayoutMismatch(
+        f"{who} was made with another model than {spec.model}, or with other weights in it, "
+        "or with another --rope-scaling; give what it was made with"
+    )
 
 
 def _parse_dtype(text: str) -> DType:
@@ -177,15 +248,9 @@ def use_all_cores() -> None:
 def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
     """Run a prepared job against the daemon at `socket` and return its report."""
     use_all_cores()
+    events.working("loading the model")
     model = hf.load_model(job.folder, job.config, job.dtype)
-    namespace = hf.namespace_for(
-        job.folder, job.shape, job.dtype, job.codec, job.sizes.block_tokens
-    )
-    with Client.connect(socket) as client:
-        if job.spec.resume is None:
-            handle = client.open_session(namespace, job.sizes.total_tokens)
-        else:
-            handle = client.resume(job.spec.resume, namespace, job.sizes.total_tokens)
+    with Client.connect(socket) as client, _owned_session(job, client, events) as handle:
         kv = SessionKV(
             client,
             handle,
@@ -195,23 +260,70 @@ def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
             job.plan,
         )
         try:
+            events.working("compiling the kernels (kept for the next run)")
             warm_up(kv.geometry, job.shape.heads, job.codec, kv.executors.staging)
             return _run_session(job, model, client, kv, events)
+        except BaseException:
+            kv.cancel()  # leaves the epoch: nothing below is read any more
+            raise
         finally:
-            kv.close()
+            kv.reader.close()
+
+
+@contextlib.contextmanager
+def _owned_session(job: PreparedJob, client: Client, events: JobEvents) -> Iterator[SessionHandle]:
+    """Open or resume the job's session. At the end it is closed, unless it was suspended.
+
+    A resumed one whose job fails or is interrupted goes back as it was.
+    """
+    spec, handle = job.spec, None
+    try:
+        if spec.resume is None:
+            handle = client.open_session(job.namespace, job.sizes.total_tokens)
+        else:
+            with interrupts_held():
+                handle = client.resume(spec.resume, job.namespace, job.sizes.total_tokens)
+        yield handle
+    except BaseException:
+        if handle is not None and spec.resume is not None:
+            with interrupts_held():
+                kept = _put_back(handle)
+            events.note(f"session {spec.resume} is {'kept as it was' if kept else 'lost'}")
+        raise
+    finally:
+        if handle is not None:
+            handle.close()
+
+
+def _put_back(handle: SessionHandle) -> bool:
+    """Suspend a resumed session with what it held before; say whether the daemon has it.
+
+    Pages found damaged since are gone: it then holds the blocks before them.
+    """
+    if not handle.is_open:
+        return True  # it was suspended already
+    absent = (handle.table.read(handle.sealed_blocks).tier == Tier.NONE).any(axis=0)
+    sealed_blocks = int(absent.argmax()) if absent.any() else handle.sealed_blocks
+    try:
+        handle.suspend(handle.token_ids, sealed_blocks)
+    except TierdError:
+        return False  # a daemon that has gone keeps nothing; why, the caller hears
+    return True
 
 
 def _run_session(
     job: PreparedJob, model: Any, client: Client, kv: SessionKV, events: JobEvents
 ) -> JobReport:
     generator = Generator(model, kv)
+    before = client.stats()
     ids = job.prompt_ids
     if job.spec.resume is not None:
         held = [int(token) for token in kv.handle.token_ids]
         generator.resume(held, kv.handle.sealed_blocks)
         ids = follow(held, ids)
-    timings = Timings(prefill_tokens=len(generator.token_ids) + len(ids) - kv.position)
-    events.prefill_started(len(generator.token_ids) + len(ids))
+    total_tokens = len(generator.token_ids) + len(ids)
+    timings = Timings(prefill_tokens=total_tokens - kv.position)
+    events.prefill_started(total_tokens, kv.position)
     start = time.perf_counter()
     logits = generator.feed(ids, events.prefill_advanced)
     timings.prefill_seconds = time.perf_counter() - start
@@ -221,9 +333,11 @@ def _run_session(
     fidelity = None
     if job.spec.verify:
         events.note("verifying against the model's own full-precision cache")
+        events.working("verifying")
         fidelity = compare_with_own_cache(model, prompt_ids, new_ids, kept)
-    report = build_report(job, client, generator, timings, len(new_ids), text, fidelity)
-    if job.spec.keep:
+    stats = before, client.stats()
+    report = build_report(job, stats, generator, timings, len(new_ids), text, fidelity)
+    if job.spec.keeps:
         kv.suspend(np.array([*prompt_ids, *new_ids], dtype=np.uint32))
     return report
 

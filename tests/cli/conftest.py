@@ -20,7 +20,9 @@ REPORT: dict[str, Any] = {
     "block_tokens": 256,
     "kv_bytes": 4096,
     "prefill": {"tokens": 300, "seconds": 1.0, "tokens_per_second": 300.0},
-    "decode": {"tokens": 3, "seconds": 0.5, "tokens_per_second": 6.0, "rpc_per_step": 0.0},
+    "decode": {"tokens": 4, "steps": 3, "seconds": 0.5, "tokens_per_second": 6.0,
+               "rpc_per_step": 0.0},
+    "session": {"id": "00000000000000ab", "kept": False},
     "hot": {"pages": 30, "bytes": 1024, "share": 0.25, "pages_read_per_token": 30.0,
             "peak_bytes": 1000, "budget_bytes": 1024, "demotions": 90},
     "warm": {"pages": 30, "bytes": 1024, "share": 0.25, "pages_read_per_token": 30.0, "spills": 60},
@@ -44,15 +46,39 @@ class FakeWorld:
     client_stats: dict[str, Any] = field(default_factory=dict)
     client_sessions: list[dict[str, Any]] = field(default_factory=list)
     hints: list[Any] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
+    model_error: Exception | None = None
+    hot_bytes: int = 1024
     connect_error: Exception | None = None
+
+
+class _Spec(SimpleNamespace):
+    keep = drop = False
+    resume = None
+
+    @property
+    def keeps(self) -> bool:
+        return not self.drop and (self.keep or self.resume is not None)
+
+
+def _modelcheck(world: FakeWorld) -> ModuleType:
+    def check_model(name: str) -> None:
+        world.models.append(name)
+        if world.model_error is not None:
+            raise world.model_error
+
+    module = ModuleType("tierd_engine.modelcheck")
+    module.check_model = check_model  # type: ignore[attr-defined]
+    return module
 
 
 def _runner(world: FakeWorld) -> ModuleType:
     def prepare_job(spec: Any, socket: str | None = None) -> Any:
         world.specs.append(spec)
         sizes = SimpleNamespace(
-            hot_budget_bytes=1024, warm_budget_bytes=4096, cold_needed_bytes=world.cold_needed_bytes
-        )
+            hot_budget_bytes=1024, hot_bytes=world.hot_bytes, warm_budget_bytes=4096,
+            cold_needed_bytes=world.cold_needed_bytes,
+        )  # fmt: skip
         return SimpleNamespace(spec=spec, sizes=sizes)
 
     def run_job(job: Any, *, socket: str, events: Any) -> Any:
@@ -66,7 +92,7 @@ def _runner(world: FakeWorld) -> ModuleType:
         return SimpleNamespace(to_dict=lambda: world.report)
 
     module = ModuleType("tierd_engine.runner")
-    module.JobSpec = SimpleNamespace  # type: ignore[attr-defined]
+    module.JobSpec = _Spec  # type: ignore[attr-defined]
     module.prepare_job = prepare_job  # type: ignore[attr-defined]
     module.run_job = run_job  # type: ignore[attr-defined]
     return module
@@ -107,6 +133,10 @@ def _client(world: FakeWorld) -> ModuleType:
         def sessions(self) -> list[dict[str, Any]]:
             return world.client_sessions
 
+        def session(self, session: str) -> dict[str, Any]:
+            (found,) = [row for row in world.client_sessions if row["id"] == session]
+            return found
+
         def hint(self, session: str, **wish: Any) -> dict[str, Any]:
             world.hints.append((session, wish))
             return {"hint_id": 7, "pages": 30, "estimated_seconds": 0.25}
@@ -124,6 +154,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWorld]:
     """Put fakes in the place of runner, daemon and client."""
     fake = FakeWorld()
     monkeypatch.setitem(sys.modules, "tierd_engine.runner", _runner(fake))
+    monkeypatch.setitem(sys.modules, "tierd_engine.modelcheck", _modelcheck(fake))
     monkeypatch.setitem(sys.modules, "tierd.daemon", _daemon(fake))
     monkeypatch.setitem(sys.modules, "tierd.client", _client(fake))
     yield fake

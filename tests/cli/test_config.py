@@ -25,6 +25,15 @@ def test_the_table_shows_origins_only_when_asked(tierd: Any) -> None:
     assert "default" in tierd("config", "show", "--origin").out
 
 
+def test_no_cap_reads_as_what_is_free(tierd: Any, tmp_path: Path) -> None:
+    shown = tierd("config", "show").out
+    assert "unlimited (90% of " in shown and "free)" in shown
+    file = tmp_path / "tierd.toml"
+    file.write_text('[cold]\ncap_bytes = "3GiB"\n')
+    shown = tierd("config", "show", "--config", str(file)).out
+    assert "unlimited" not in shown and "3.0 GiB" in shown
+
+
 def test_an_unknown_setting_is_named(tierd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERD_WARM__COLOUR", "blue")
     outcome = tierd("config", "show")

@@ -19,8 +19,14 @@ def test_demo_reads_the_language_reference_at_the_asked_context(tierd: Any, worl
     assert tierd("demo", "--context", "1000", "--hot", "10%", "--codec", "raw").code == 0
     (spec,) = world.specs
     assert spec.document.startswith('The "assert" statement')
-    assert (spec.context_tokens, spec.hot, spec.warm, spec.codec) == (1000, "10%", "25%", "raw")
+    assert (spec.context_tokens, spec.hot, spec.warm, spec.codec) == (1000, "10%", None, "raw")
     assert world.sockets == ["/fake/embedded.sock"]
+
+
+def test_demo_says_what_is_read_and_asked(tierd: Any, world: Any) -> None:
+    outcome = tierd("demo")
+    assert f"and is asked: {world.specs[0].prompt}" in outcome.err
+    assert "is asked" not in tierd("demo", "--quiet").err
 
 
 def test_the_answer_streams_on_stdout_and_the_rest_on_stderr(tierd: Any, world: Any) -> None:
@@ -34,8 +40,9 @@ def test_the_answer_streams_on_stdout_and_the_rest_on_stderr(tierd: Any, world: 
 def test_the_tables_show_every_tier_and_check(tierd: Any, world: Any) -> None:
     out = tierd("demo").out
     for shown in ("hot", "warm", "cold", "90 demotions", "60 spills", "0 promotions",
-                  "300.0 tokens/s", "6.0 tokens/s", "1,000 of 1,024", "int8", "O_DIRECT",
-                  "digests verified", "hot within its budget", "not run (--verify)"):  # fmt: skip
+                  "300.0 tokens/s", "6.0 tokens/s (3 steps in 0.5 s; 4 tokens",
+                  "1,000 of 1,024 bytes", "int8", "O_DIRECT", "digests verified",
+                  "hot within its budget", "not run (--verify)"):  # fmt: skip
         assert shown in out, shown
 
 
@@ -93,7 +100,7 @@ def test_generate_passes_the_document_whole(tierd: Any, world: Any, tmp_path: Pa
 
 def test_a_running_daemon_is_used_as_it_is(tierd: Any, world: Any) -> None:
     assert tierd("demo", "--daemon", "/run/t.sock").code == 0
-    assert world.sockets == ["/run/t.sock"]
+    assert world.sockets == ["/run/t.sock", "/run/t.sock"]  # looked at first, then used
     assert world.configs == []
 
 
@@ -107,7 +114,7 @@ def test_a_running_daemons_tiers_cannot_be_sized_by_a_job(
 
 
 def test_the_embedded_daemon_gets_the_jobs_sizes(tierd: Any, world: Any, tmp_path: Path) -> None:
-    cold = tmp_path / "new" / "cold"
+    cold = tmp_path / "cold"
     assert tierd("demo", "--cold-dir", str(cold)).code == 0
     (config,) = world.configs
     assert config.warm.budget_bytes == 4096
@@ -150,10 +157,11 @@ def test_a_cold_folder_that_is_a_file_is_refused(tierd: Any, world: Any, tmp_pat
     assert "document.txt" in outcome.err
 
 
-def test_sigterm_unwinds_the_job_like_ctrl_c(tierd: Any, world: Any) -> None:
-    handler = signal.getsignal(signal.SIGTERM)
-    world.during_job = lambda events: os.kill(os.getpid(), signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_unwinds_the_job_with_its_exit_code(tierd: Any, world: Any, number: int) -> None:
+    handler = signal.getsignal(number)
+    world.during_job = lambda events: os.kill(os.getpid(), number)
     outcome = tierd("demo", "--quiet")
-    assert outcome.code == 130
+    assert outcome.code == 128 + number
     assert outcome.err == "tierd: interrupted\n"
-    assert signal.getsignal(signal.SIGTERM) is handler
+    assert signal.getsignal(number) is handler

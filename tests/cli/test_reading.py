@@ -44,14 +44,51 @@ def test_sessions_are_listed(tierd: Any, world: Any) -> None:
     assert parsed == {"version": 1, "sessions": world.client_sessions}
 
 
-def test_no_sessions_is_an_empty_table(tierd: Any, world: Any) -> None:
-    assert tierd("sessions", "--daemon", "/run/t.sock").code == 0
+def test_no_sessions_are_said_to_be_none(tierd: Any, world: Any) -> None:
+    outcome = tierd("sessions", "--daemon", "/run/t.sock")
+    assert (outcome.code, outcome.out) == (0, "no sessions\n")
+
+
+def test_what_a_session_does_not_have_is_a_dash_and_seconds_have_their_unit(
+    tierd: Any, world: Any
+) -> None:
+    world.client_sessions = [{"id": "abc", "state": "running", "engine": None,
+                              "unused_seconds": 1.25}]  # fmt: skip
+    shown = tierd("sessions", "--daemon", "/run/t.sock").out
+    assert "None" not in shown and "1.2 s" in shown
+
+
+def test_tables_have_no_trailing_spaces(tierd: Any, world: Any) -> None:
+    world.client_stats = STATS
+    for line in tierd("stats", "--daemon", "/run/t.sock").out.splitlines():
+        assert line == line.rstrip()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--deadline", "0"], "--deadline 0 must be more than 0 s and at most 3600 s"),
+        (["--deadline", "2h"], "at most 3600 s"),
+        (["--deadline", "2s", "--priority", "99999999999"], "--priority"),
+        (["--deadline", "2s", "--first-token", "512"], "past the end: session abc has 512 tokens"),
+        (["--deadline", "2s", "--first-token", "9", "--last-token", "8"], "comes before"),
+    ],
+)
+def test_a_hint_that_cannot_help_is_refused(
+    tierd: Any, world: Any, more: list[str], words: str
+) -> None:
+    world.client_sessions = [{"id": "abc", "state": "suspended", "tokens": 512}]
+    outcome = tierd("hint", "abc", *more, "--daemon", "/run/t.sock")
+    assert outcome.code == 2
+    assert words in outcome.err and outcome.err.count("\n") == 1
+    assert world.hints == []
 
 
 def test_a_hint_is_kept_open_until_its_deadline(
     tierd: Any, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
+    world.client_sessions = [{"id": "abc", "state": "suspended", "tokens": 512}]
     monkeypatch.setattr(hint.time, "sleep", slept.append)
     outcome = tierd(
         "hint", "abc", "--deadline", "250ms", "--confidence", "0.5", "--daemon", "/run/t.sock",

@@ -60,3 +60,46 @@ def test_a_terminal_gets_a_bar_that_is_gone_when_the_text_comes(
     captured = capsys.readouterr()
     assert captured.out == "text\n"
     assert "half way" in captured.err
+
+
+def test_a_silent_stretch_is_told_every_ten_seconds_until_the_answer_comes(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(terminal, "TICK_SECONDS", 3600.0)  # the test ticks
+    display = terminal.JobDisplay(stream_text=True, quiet=False)
+
+    def told_at(*seconds: float) -> list[str]:
+        for second in seconds:
+            now[0] = second
+            display.tick()
+        return list(capsys.readouterr().err.splitlines())
+
+    display.working("loading the model")
+    assert told_at(9.0) == []
+    assert told_at(10.0, 15.0) == ["tierd: loading the model: 10 s so far"]
+    display.prefill_started(4000, 1000)
+    assert told_at(24.0) == []
+    assert told_at(25.0) == ["tierd: prefill: 1,000 of 4,000 tokens, 0 tokens/s"]
+    display.token("x")
+    capsys.readouterr()
+    assert told_at(100.0) == []
+
+
+def test_the_rate_of_prefill_leaves_out_what_a_resumed_session_held(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    with terminal.JobDisplay(stream_text=True, quiet=False) as display:
+        display.prefill_started(4000, 3900)
+        now[0] = 2.0
+        display.prefill_advanced(4000)
+        display.token("x")
+    assert capsys.readouterr().err == "tierd: prefill: 100 tokens, 3,900 were held, 50 tokens/s\n"
+
+
+def test_a_quiet_display_starts_no_ticker() -> None:
+    with terminal.JobDisplay(stream_text=True, quiet=True) as display:
+        assert not display._ticker.is_alive()

@@ -10,6 +10,8 @@ import numpy.typing as npt
 from tierd.codec import PageLayout, decode_pages, encode_pages, page_layout
 from tierd.types import CodecId, DType, Geometry
 
+LOSSY = (CodecId.INT8, CodecId.K8V4, CodecId.INT4, CodecId.FP8)
+FOUR_BIT = (CodecId.K8V4, CodecId.INT4)  # head_dim must be a multiple of 32
 GUARD_BYTES = 256
 GUARD = 0xC5
 POISON = 0xAB
@@ -43,11 +45,6 @@ class Pages:
         return all((part == GUARD).all() for part in around)
 
 
-def layouts(geometry: Geometry) -> tuple[PageLayout, PageLayout]:
-    """Return (raw, int8)."""
-    return page_layout(geometry, CodecId.RAW), page_layout(geometry, CodecId.INT8)
-
-
 def stored(values: npt.NDArray[np.float32], dtype: DType) -> Array:
     """Return float32 values in a dtype's bits: truncated for bfloat16, nearest for float16."""
     if dtype is DType.FLOAT32:
@@ -60,7 +57,7 @@ def stored(values: npt.NDArray[np.float32], dtype: DType) -> Array:
 
 def hot_pages(bits: Array, geometry: Geometry) -> Pages:
     """Return hot pages of `bits` [pages, 2 (K, V), kv_heads, block_tokens, head_dim]."""
-    raw, _ = layouts(geometry)
+    raw = page_layout(geometry, CodecId.RAW)
     pages = Pages(len(bits), raw.payload_bytes)
     for row, page in zip(pages.rows, bits, strict=True):
         for head in range(geometry.kv_heads):
@@ -74,6 +71,11 @@ def hot_pages(bits: Array, geometry: Geometry) -> Pages:
 def shape_of(geometry: Geometry, pages: int = 1) -> tuple[int, int, int, int, int]:
     """Return the shape `hot_pages` takes."""
     return pages, 2, geometry.kv_heads, geometry.block_tokens, geometry.head_dim
+
+
+def normal(geometry: Geometry, pages: int = 1, seed: int = 0) -> npt.NDArray[np.float32]:
+    """Return normal numbers of that shape."""
+    return np.random.default_rng(seed).standard_normal(shape_of(geometry, pages), np.float32)
 
 
 def encoded(hot: Pages, layout: PageLayout, fill: int = POISON) -> tuple[Pages, Array]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.codec.pages import decoded, encoded, hot_pages, layouts, shape_of
+from tests.codec.pages import decoded, encoded, hot_pages, shape_of
+from tierd.codec import page_layout
 from tierd.codec.reference import decode_page, encode_page
-from tierd.types import DType, Geometry
+from tierd.types import CodecId, DType, Geometry
 
 
 def any_bits(geometry: Geometry, pages: int = 3) -> np.ndarray:
@@ -21,7 +22,7 @@ def any_bits(geometry: Geometry, pages: int = 3) -> np.ndarray:
 @pytest.mark.parametrize("head_dim", [1, 17, 64])
 def test_every_bit_pattern_is_stored_and_padding_is_zero(dtype: DType, head_dim: int) -> None:
     geometry = Geometry(1, 2, head_dim, dtype, 16)
-    raw, _ = layouts(geometry)
+    raw = page_layout(geometry, CodecId.RAW)
     hot = hot_pages(any_bits(geometry), geometry)
     out, status = encoded(hot, raw)
     assert not status.any()
@@ -32,7 +33,7 @@ def test_every_bit_pattern_is_stored_and_padding_is_zero(dtype: DType, head_dim:
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
 def test_decoding_gives_the_same_bits(dtype: DType) -> None:
     geometry = Geometry(1, 2, 17, dtype, 32)
-    raw, _ = layouts(geometry)
+    raw = page_layout(geometry, CodecId.RAW)
     bits = any_bits(geometry)
     out, _ = encoded(hot_pages(bits, geometry), raw)
     np.testing.assert_array_equal(decoded(out, raw, np.uint16), bits)
@@ -41,7 +42,7 @@ def test_decoding_gives_the_same_bits(dtype: DType) -> None:
 @pytest.mark.parametrize("dtype", DType)
 def test_decoding_to_float32_is_exact(dtype: DType) -> None:
     geometry = Geometry(1, 2, 17, dtype, 32)
-    raw, _ = layouts(geometry)
+    raw = page_layout(geometry, CodecId.RAW)
     out, _ = encoded(hot_pages(any_bits(geometry), geometry), raw)
     together = np.stack([np.stack(decode_page(row, raw)) for row in out.rows])
     found = decoded(out, raw)

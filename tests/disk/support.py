@@ -8,6 +8,7 @@ from pathlib import Path
 from tierd.disk.memory import MemoryDisk
 from tierd.disk.ports import DiskPort
 from tierd.disk.posix import PosixDisk
+from tierd.disk.simulated import SimulatedDisk
 
 PAGE = 4096
 SIZE = 16 * PAGE
@@ -16,6 +17,8 @@ SIZE = 16 * PAGE
 def make(kind: str, folder: Path) -> DiskPort:
     if kind == "memory":
         return MemoryDisk()
+    if kind == "simulated":
+        return SimulatedDisk(seed=1)
     return PosixDisk(str(folder), ephemeral=kind == "ephemeral")
 
 

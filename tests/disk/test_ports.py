@@ -8,21 +8,23 @@ from tests.disk.support import PAGE, SIZE, aligned, make, read
 from tierd.disk.ports import DiskPort
 from tierd.errors import NotFound, StorageError
 
-KINDS = ("ephemeral", "named", "memory")
+KINDS = ("ephemeral", "named", "memory", "simulated")
 
 
 @pytest.fixture(params=KINDS)
 def disk(request, tmp_path) -> Iterator[DiskPort]:
     disk = make(request.param, tmp_path / "cold")
     yield disk
+    disk.check_integrity()
     disk.close()
 
 
-@pytest.fixture(params=["named", "memory"])
+@pytest.fixture(params=["named", "memory", "simulated"])
 def kept(request, tmp_path) -> Iterator[DiskPort]:
     """A disk whose files have names."""
     disk = make(request.param, tmp_path / "cold")
     yield disk
+    disk.check_integrity()
     disk.close()
 
 
@@ -37,6 +39,17 @@ def test_buffers_are_written_one_after_the_other(disk) -> None:
     assert read(disk, handle, 2 * PAGE, 4 * PAGE) == b"\1" * PAGE + b"\2" * 2 * PAGE + b"\3" * PAGE
     assert read(disk, handle, 0, 2 * PAGE) == bytes(2 * PAGE)
     assert read(disk, handle, 6 * PAGE, PAGE) == bytes(PAGE)
+
+
+def test_buffers_are_filled_one_after_the_other(disk) -> None:
+    handle = disk.create("slab/00000001", SIZE)
+    disk.write(handle, PAGE, [aligned(PAGE, 1), aligned(PAGE, 2), aligned(PAGE, 3)])
+    first, second = aligned(2 * PAGE, 9), aligned(PAGE, 9)
+    disk.scatter(handle, PAGE, [first, second])
+    assert bytes(first) == b"\1" * PAGE + b"\2" * PAGE
+    assert bytes(second) == b"\3" * PAGE
+    with pytest.raises(AssertionError):
+        disk.scatter(handle, SIZE - PAGE, [first])
 
 
 def test_files_do_not_share_bytes(disk) -> None:
@@ -79,7 +92,7 @@ def test_close_is_idempotent(disk) -> None:
 
 def test_a_disk_says_what_it_is(disk) -> None:
     assert disk.free_bytes() > 0
-    assert disk.describe().startswith(("posix, O_DIRECT", "posix, buffered", "memory"))
+    assert disk.describe().startswith(("posix, O_DIRECT", "posix, buffered", "memory", "simulated"))
 
 
 def test_a_file_is_kept_until_it_is_removed(kept) -> None:

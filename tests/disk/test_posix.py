@@ -168,6 +168,9 @@ def test_short_reads_and_writes_are_continued(posix, monkeypatch) -> None:
     posix.write(handle, PAGE, [aligned(3 * PAGE, 1), aligned(PAGE, 2), aligned(2 * PAGE, 3)])
     expected = bytes(PAGE) + b"\1" * 3 * PAGE + b"\2" * PAGE + b"\3" * 2 * PAGE
     assert read(posix, handle, 0, 7 * PAGE) == expected
+    buffers = [aligned(2 * PAGE, 9), aligned(PAGE, 9), aligned(4 * PAGE, 9)]
+    posix.scatter(handle, 0, buffers)
+    assert b"".join(buffers) == expected
 
 
 def test_a_file_that_was_cut_is_an_error_and_never_a_short_page(posix) -> None:

@@ -30,7 +30,7 @@ def test_a_slot_lies_at_its_index_times_its_size() -> None:
     disk = MemoryDisk()
     files = SlabFiles(disk, VolatileLedger(bytes(16)))
     files.create(record(7))
-    files.write_slot(7, 2, SLOT, [page(1, 4096), page(2, 4096)])
+    files.write_slots(7, 2, SLOT, [page(1, 4096), page(2, 4096)])
     (file,) = disk.files.values()
     assert file == bytes(2 * SLOT) + b"\1" * 4096 + b"\2" * 4096 + bytes(SLOT)
     into = page(0)
@@ -41,7 +41,7 @@ def test_a_slot_lies_at_its_index_times_its_size() -> None:
 def test_a_slots_header_can_be_read_alone() -> None:
     files = SlabFiles(MemoryDisk(), VolatileLedger(bytes(16)))
     files.create(record(7))
-    files.write_slot(7, 3, SLOT, [page(5)])
+    files.write_slots(7, 3, SLOT, [page(5)])
     header = page(0, 4096)
     files.read_slot(7, 3, SLOT, header)
     assert bytes(header) == b"\5" * 4096

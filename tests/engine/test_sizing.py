@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tierd.errors import BudgetTooSmall, InvalidArgument
+from tierd.errors import BudgetTooSmall, InvalidArgument, TierFull
 from tierd.types import CodecId, DType
 from tierd_engine.arena import hot_block_bytes
 from tierd_engine.hf import ModelShape
-from tierd_engine.sizing import JobSizes, check_length, size_tiers
+from tierd_engine.sizing import JobSizes, check_daemon_room, check_length, size_tiers
 
 SHAPE = ModelShape(30, 9, 3, 64, 8192, "")
 
 
-def _size(context: int, hot: str, warm: str = "25%", block: int | None = None) -> JobSizes:
+def _size(
+    context: int, hot: str | None, warm: str | None = "25%", block: int | None = None,
+    *, kept: bool = False,
+) -> JobSizes:  # fmt: skip
     return size_tiers(
         SHAPE, DType.FLOAT32, CodecId.RAW, context_tokens=context, max_new_tokens=128,
-        hot=hot, warm=warm, block_tokens=block,
+        hot=hot, warm=warm, block_tokens=block, kept=kept,
     )  # fmt: skip
+
+
+def _stats(warm: int, cold: int, held: int = 0, suspended: int = 0) -> dict[str, Any]:
+    return {
+        "tiers": {"warm": {"capacity_bytes": warm, "bytes": held},
+                  "cold": {"capacity_bytes": cold, "bytes": 0}},
+        "sessions": {"running": 0, "idle": 0, "suspended": suspended},
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("context", [255, 256, 257, 300, 1000, 4096, 8000])
@@ -60,6 +73,77 @@ def test_a_warm_budget_too_small_names_the_smallest_and_the_smallest_works() -> 
 def test_all_hot_needs_neither_warm_nor_cold() -> None:
     sizes = _size(300, "100MiB", "0%")
     assert sizes.cold_needed_bytes == 0
+
+
+@pytest.mark.parametrize("context", [1, 2, 15, 16, 17, 100, 255, 256, 300, 1000, 4096])
+@pytest.mark.parametrize("block", [None, 16, 256])
+def test_the_default_budgets_work_at_any_length(context: int, block: int | None) -> None:
+    sizes = _size(context, None, None, block)
+    geometry = SHAPE.geometry(DType.FLOAT32, sizes.block_tokens)
+    need = min(2, geometry.blocks_for(sizes.total_tokens))
+    assert sizes.hot_budget_bytes >= need * hot_block_bytes(geometry)
+    assert sizes.warm_budget_bytes >= sizes.block_slot_bytes
+
+
+def test_the_default_is_a_quarter_where_that_is_enough() -> None:
+    given, default = _size(4096, "25%"), _size(4096, None, None)
+    assert default == given
+
+
+def test_a_refused_budget_names_its_option() -> None:
+    with pytest.raises(BudgetTooSmall, match=r"^--hot 1000 is 1000 bytes"):
+        _size(4096, "1000")
+    with pytest.raises(BudgetTooSmall, match=r"^--warm 0 is 0 bytes"):
+        _size(4096, "25%", "0")
+
+
+@pytest.mark.parametrize("context", [100, 300, 4096])
+def test_all_of_it_hot_needs_nothing_below(context: int) -> None:
+    sizes = _size(context, "100%", "0")
+    assert (sizes.below_bytes, sizes.cold_needed_bytes) == (0, 0)
+    assert sizes.hot_bytes == sizes.hot_budget_bytes >= sizes.kv_bytes
+
+
+def test_hot_allocates_no_more_than_the_job_needs() -> None:
+    assert _size(4096, "100GiB").hot_bytes == _size(4096, "100%").hot_bytes
+
+
+def test_a_block_of_no_tokens_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="block_tokens is 0"):
+        _size(4096, "25%", block=0)
+
+
+def test_a_daemon_that_holds_exactly_the_job_is_enough_and_a_byte_less_is_not() -> None:
+    sizes = _size(4096, "25%")
+    warm = sizes.block_slot_bytes
+    check_daemon_room(sizes, _stats(warm, sizes.below_bytes - warm), resumed=False)
+    with pytest.raises(
+        BudgetTooSmall, match=r"the job needs .* below .*cold .*--cold-cap"
+    ) as raised:
+        check_daemon_room(sizes, _stats(warm, sizes.below_bytes - warm - 1), resumed=False)
+    assert raised.value.smallest_bytes == sizes.below_bytes
+
+
+def test_a_daemons_warm_tier_must_hold_a_block() -> None:
+    sizes = _size(4096, "25%")
+    with pytest.raises(BudgetTooSmall, match="warm tier"):
+        check_daemon_room(sizes, _stats(sizes.block_slot_bytes - 1, 1 << 40), resumed=False)
+
+
+def test_a_daemon_full_of_running_sessions_is_full_and_of_suspended_ones_is_not() -> None:
+    sizes = _size(4096, "25%")
+    room = 2 * sizes.below_bytes
+    held = room - sizes.below_bytes + 1
+    with pytest.raises(TierFull, match="try again"):
+        check_daemon_room(sizes, _stats(room, 0, held), resumed=False)
+    check_daemon_room(sizes, _stats(room, 0, held, suspended=1), resumed=False)
+    check_daemon_room(sizes, _stats(room, 0, held), resumed=True)
+
+
+def test_a_kept_session_needs_room_for_all_its_blocks() -> None:
+    kept, dropped = _size(4096, "25%", kept=True), _size(4096, "25%")
+    assert kept.below_bytes == 4224 // 256 * kept.block_slot_bytes > dropped.below_bytes
+    check_daemon_room(_size(4096, "100%"), _stats(0, 0), resumed=False)
 
 
 def test_a_context_past_the_trained_length_is_refused_with_the_way_out() -> None:

@@ -2,7 +2,7 @@
 
 import sys
 
-from tierd.cli.app import main
+from tierd.cli.door import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,21 +1,33 @@
-"""The command line's door: verbs are wired here, and every foreseeable failure becomes one line.
+"""The command line's verbs, wired; every foreseeable failure becomes one line.
 
 Exit codes: 0 ok, 1 failed, 2 usage, 3 daemon unreachable, 4 degraded, 5 not found,
-130 interrupted. A traceback reaches the user only for a bug.
+128 + n ended by signal n (130: Ctrl-C), 141 its output's reader left. A traceback
+reaches the user only for a bug.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from tierd import __version__
-from tierd.cli import config, demo, doctor, exits, generate, hint, serve, sessions, stats
-from tierd.cli.terminal import warn
+from tierd.cli import (
+    config,
+    demo,
+    doctor,
+    exits,
+    generate,
+    hint,
+    interrupts,
+    serve,
+    sessions,
+    stats,
+)
+from tierd.cli.streams import ReaderGone, mute, warn, writing
 from tierd.errors import TierdError
 
 # Which extra brings a package that a verb imports.
@@ -34,9 +46,39 @@ _EXTRAS = {
 }
 
 
+_VERBS: dict[str, Callable[..., None]] = {
+    "demo": demo.demo,
+    "generate": generate.generate,
+    "serve": serve.serve,
+    "stats": stats.stats,
+    "sessions": sessions.sessions,
+    "hint": hint.hint,
+    "doctor": doctor.doctor,
+}
+
+
+class _Command(TyperCommand):
+    """A verb whose help is written like all else."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help. Raises ReaderGone, OutputFailed."""
+        with writing():
+            super().format_help(ctx, formatter)
+
+
+class _Group(TyperGroup):
+    """Verbs whose help is written like all else."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help. Raises ReaderGone, OutputFailed."""
+        with writing():
+            super().format_help(ctx, formatter)
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"tierd {__version__}")
+        with writing() as out:
+            print(f"tierd {__version__}", file=out)
         raise typer.Exit
 
 
@@ -50,29 +92,30 @@ def _root(
 
 def build_app() -> typer.Typer:
     """Return the command with all its verbs."""
-    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(
+        cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    )
     app.callback()(_root)
-    app.command("demo")(demo.demo)
-    app.command("generate")(generate.generate)
-    app.command("serve")(serve.serve)
-    app.command("stats")(stats.stats)
-    app.command("sessions")(sessions.sessions)
-    app.command("hint")(hint.hint)
-    app.command("doctor")(doctor.doctor)
-    app.add_typer(config.app, name="config")
+    for name, verb in _VERBS.items():
+        app.command(name, cls=_Command)(verb)
+    app.add_typer(config.build_app(_Command), name="config", cls=_Group)
     return app
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
         code = _run(argv)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader has gone (`tierd stats | head`): nothing to say, and nowhere to say it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return exits.FAILED
-    return code
+    except ReaderGone:
+        mute()
+        return exits.READER_GONE  # quietly: nothing to say, and nowhere to say it
+    except (KeyboardInterrupt, typer.Abort):
+        return _interrupted()
+    except Exception:
+        if interrupts.exit_code() is None:
+            raise
+        return _interrupted()  # what a library made of it
+    return _interrupted() if code == exits.INTERRUPTED else code
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -82,9 +125,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except TierdError as error:
         return _fail(str(error), error.exit_code)
     except typer.TyperException as error:
-        return _fail(f"{error.format_message()} Try: {_help_for(error)}", error.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        return _interrupted()
+        return _fail(f"{_usage_message(error)} Try: {_help_for(error)}", error.exit_code)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRAS:
@@ -93,15 +134,26 @@ def _run(argv: Sequence[str] | None) -> int:
         return _fail(
             f"this needs {package}; install it with: pip install 'tierd[{extra}]'", exits.FAILED
         )
-    except BrokenPipeError:
-        raise
+    except (BrokenPipeError, SystemExit) as error:
+        # Outside of standalone mode, typer exits by itself only for a broken pipe.
+        raise ReaderGone from error
     except OSError as error:
-        return _fail(str(error), exits.FAILED)
+        return _fail(_reason(error), exits.FAILED)
     except MemoryError as error:
         return _fail(f"out of memory: {error}", exits.FAILED)
     # Outside of standalone mode, typer returns what `typer.Exit` carried.
-    code = result if isinstance(result, int) else 0
-    return _interrupted() if code == exits.INTERRUPTED else code
+    return result if isinstance(result, int) else 0
+
+
+def _usage_message(error: typer.TyperException) -> str:
+    message = str(error.format_message())
+    return "no command is named." if message == "No such command ''." else message
+
+
+def _reason(error: OSError) -> str:
+    """Return what went wrong with which file, without the error's number."""
+    where = [os.fsdecode(name) for name in (error.filename, error.filename2) if name]
+    return ": ".join([*where, error.strerror or str(error)])
 
 
 def _help_for(error: typer.TyperException) -> str:
@@ -110,6 +162,8 @@ def _help_for(error: typer.TyperException) -> str:
 
 
 def _fail(message: str, code: int) -> int:
+    if interrupts.exit_code() is not None:
+        return _interrupted()  # it failed because it was to end
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     warn(f"error: {' '.join(lines) or 'failed, without a reason given'}")
     return code
@@ -117,4 +171,4 @@ def _fail(message: str, code: int) -> int:
 
 def _interrupted() -> int:
     warn("interrupted")
-    return exits.INTERRUPTED
+    return interrupts.exit_code() or exits.INTERRUPTED

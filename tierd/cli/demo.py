@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tierd.cli import options
+from tierd.cli import checks, options
 from tierd.cli.document import language_reference
 from tierd.cli.job import Display, Placement, run_job_command
-from tierd.cli.terminal import hush_libraries
+from tierd.cli.streams import warn
+
+if TYPE_CHECKING:
+    from tierd_engine.runner import JobSpec
 
 MODEL = "SmolLM2-135M-Instruct"
+DOCUMENT = "CPython's language reference"
 QUESTION = "Which statements does this text describe?"
 
 Context = Annotated[
@@ -21,10 +25,10 @@ Context = Annotated[
 
 def demo(
     context: Context = 4096,
-    hot: options.Hot = "25%",
+    hot: options.Hot = None,
     warm: options.Warm = None,
     cold_dir: options.ColdDir = None,
-    codec: options.Codec = options.CodecName.INT8,
+    codec: options.Codec = None,
     plan: options.Plan = options.PlanName.AUTO,
     max_new_tokens: options.MaxNewTokens = 128,
     ignore_eos: options.IgnoreEos = False,
@@ -37,25 +41,30 @@ def demo(
     as_json: options.AsJson = False,
 ) -> None:
     """SmolLM2 reads CPython's language reference and answers, its KV over three tiers."""
-    placement = Placement(daemon, warm, cold_dir)
-    hush_libraries(quiet=quiet or as_json)
-    # torch takes seconds to import: what can be refused without it already was.
-    from tierd_engine.runner import JobSpec
+    checks.block_tokens(block_tokens)
+    checks.rope_scaling(rope_scaling)
 
-    spec = JobSpec(
-        model=MODEL,
-        document=language_reference(),
-        prompt=QUESTION,
-        context_tokens=context,
-        hot=hot,
-        warm=placement.warm_share,
-        codec=codec,
-        plan=plan,
-        max_new_tokens=max_new_tokens,
-        ignore_eos=ignore_eos,
-        verify=verify,
-        dtype=dtype,
-        block_tokens=block_tokens,
-        rope_scaling=rope_scaling,
-    )
-    raise typer.Exit(run_job_command(spec, placement, Display(as_json, quiet)))
+    def make_spec() -> JobSpec:
+        from tierd_engine.runner import JobSpec
+
+        return JobSpec(
+            model=MODEL,
+            document=language_reference(),
+            prompt=QUESTION,
+            context_tokens=context,
+            hot=hot,
+            warm=warm,
+            codec=codec,
+            plan=plan,
+            max_new_tokens=max_new_tokens,
+            ignore_eos=ignore_eos,
+            verify=verify,
+            dtype=dtype,
+            block_tokens=block_tokens,
+            rope_scaling=rope_scaling,
+        )
+
+    if not (quiet or as_json):
+        warn(f"{MODEL} reads {DOCUMENT}, {context:,} tokens in all, and is asked: {QUESTION}")
+    placement = Placement(daemon, hot, warm, cold_dir)
+    raise typer.Exit(run_job_command(MODEL, make_spec, placement, Display(as_json, quiet)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import errno
 import mmap
 import os
 import resource
@@ -16,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from tierd.cli import exits, options
+from tierd.cli import checks, exits, options
 from tierd.cli.terminal import print_json, print_table, versioned
 from tierd.config import DaemonConfig, available_memory_bytes, check_memory, load_config
 from tierd.errors import TierdError
@@ -33,7 +34,7 @@ PACKAGES = {
 }
 
 ColdDir = Annotated[
-    Path | None,
+    str | None,
     typer.Option("--cold-dir", metavar="DIR", help="Folder to check.  \\[default: cold.folder]"),
 ]
 
@@ -60,7 +61,9 @@ def doctor(
     cold_dir: ColdDir = None, daemon: options.Daemon = None, as_json: options.AsJson = False
 ) -> None:
     """Check this machine: kernel features, memory, disk, packages. Prints the fix for each."""
-    findings = list(_findings(cold_dir, daemon))
+    folder = checks.named("--cold-dir", cold_dir)
+    checks.named("--daemon", daemon)
+    findings = list(_findings(None if folder is None else Path(folder).expanduser(), daemon))
     if as_json:
         print_json(versioned(checks=[asdict(finding) for finding in findings]))
     else:
@@ -85,7 +88,11 @@ def _findings(cold_dir: Path | None, socket: str | None) -> Iterator[Finding]:
         return
     yield Finding("settings", Health.OK, f"socket {config.service.socket}")
     yield _check_memory(config)
-    yield from _check_cold(cold_dir or Path(config.cold.folder))
+    # The usual folder is made with its parents; one that is named, only if its parent is there.
+    if cold_dir is None:
+        yield from _check_cold(Path(config.cold.folder), make_parents=True)
+    else:
+        yield from _check_cold(cold_dir, make_parents=False)
 
 
 def _check_package(package: str, extra: str) -> Finding:
@@ -144,10 +151,12 @@ def _check_memlock() -> Finding:
     return Finding("locked memory", Health.OK, shown if on_cuda else f"{shown} (no GPU to pin for)")
 
 
-def _check_cold(folder: Path) -> Iterator[Finding]:
+def _check_cold(folder: Path, *, make_parents: bool) -> Iterator[Finding]:
     name = f"cold folder {folder}"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file, not a folder")
+        folder.mkdir(mode=0o700, parents=make_parents, exist_ok=True)
         free = shutil.disk_usage(folder).free
         with tempfile.NamedTemporaryFile(dir=folder, prefix="tierd-doctor-") as probe:
             direct = _writes_direct(probe.name)

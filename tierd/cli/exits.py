@@ -3,3 +3,4 @@
 FAILED = 1
 DEGRADED = 4
 INTERRUPTED = 130
+READER_GONE = 141  # 128 + SIGPIPE, as a shell reports it

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tierd.cli import options
+from tierd.cli import checks, options
 from tierd.cli.document import read_document
 from tierd.cli.job import Display, Placement, run_job_command
-from tierd.cli.terminal import hush_libraries
 from tierd.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from tierd_engine.runner import JobSpec
 
 Model = Annotated[
     str,
@@ -40,10 +43,10 @@ def generate(
     prompt: Prompt,
     document: Document = None,
     context: Context = None,
-    hot: options.Hot = "25%",
+    hot: options.Hot = None,
     warm: options.Warm = None,
     cold_dir: options.ColdDir = None,
-    codec: options.Codec = options.CodecName.INT8,
+    codec: options.Codec = None,
     plan: options.Plan = options.PlanName.AUTO,
     max_new_tokens: options.MaxNewTokens = 256,
     ignore_eos: options.IgnoreEos = False,
@@ -54,40 +57,70 @@ def generate(
     daemon: options.JobDaemon = None,
     keep: options.Keep = False,
     resume: options.Resume = None,
+    drop: options.Drop = False,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
     """A model reads a document and answers, its KV over three tiers."""
-    placement = Placement(daemon, warm, cold_dir)
-    text = _document_text(document, resume)
+    _check_session_options(daemon, keep=keep, resume=resume, drop=drop)
+    if resume is not None:
+        fixed = {"--document": document, "--context": context, "--codec": codec,
+                 "--block-tokens": block_tokens}  # fmt: skip
+        _refuse_with_resume(fixed)
+    checks.text("--prompt", prompt)
+    checks.block_tokens(block_tokens)
+    checks.rope_scaling(rope_scaling)
+    text = "" if resume is not None else _document_text(document)
+
+    def make_spec() -> JobSpec:
+        from tierd_engine.runner import JobSpec
+
+        return JobSpec(
+            model=model,
+            document=text,
+            prompt=prompt,
+            context_tokens=context,
+            hot=hot,
+            warm=warm,
+            codec=codec,
+            plan=plan,
+            max_new_tokens=max_new_tokens,
+            ignore_eos=ignore_eos,
+            verify=verify,
+            dtype=dtype,
+            block_tokens=block_tokens,
+            rope_scaling=rope_scaling,
+            keep=keep,
+            resume=resume,
+            drop=drop,
+        )
+
+    placement = Placement(daemon, hot, warm, cold_dir)
+    raise typer.Exit(run_job_command(model, make_spec, placement, Display(as_json, quiet)))
+
+
+def _check_session_options(
+    daemon: str | None, *, keep: bool, resume: str | None, drop: bool
+) -> None:
+    checks.named("--resume", resume)
     if daemon is None and (keep or resume is not None):
         raise InvalidArgument("--keep and --resume need --daemon: a job's own daemon ends with it")
-    hush_libraries(quiet=quiet or as_json)
-    # torch takes seconds to import: what can be refused without it already was.
-    from tierd_engine.runner import JobSpec
-
-    spec = JobSpec(
-        model=model,
-        document=text,
-        prompt=prompt,
-        context_tokens=context,
-        hot=hot,
-        warm=placement.warm_share,
-        codec=codec,
-        plan=plan,
-        max_new_tokens=max_new_tokens,
-        ignore_eos=ignore_eos,
-        verify=verify,
-        dtype=dtype,
-        block_tokens=block_tokens,
-        rope_scaling=rope_scaling,
-        keep=keep,
-        resume=resume,
-    )
-    raise typer.Exit(run_job_command(spec, placement, Display(as_json, quiet)))
+    if drop and resume is None:
+        raise InvalidArgument("--drop goes with --resume: a new session is dropped without --keep")
+    if drop and keep:
+        raise InvalidArgument("--keep and --drop exclude each other")
 
 
-def _document_text(document: str | None, resume: str | None) -> str:
-    if (document is None) == (resume is None):
+def _refuse_with_resume(fixed: Mapping[str, object]) -> None:
+    for option, value in fixed.items():
+        if value is not None:
+            raise InvalidArgument(
+                f"{option} and --resume exclude each other: a kept session has its document, "
+                "codec and block size already; give it the next --prompt"
+            )
+
+
+def _document_text(document: str | None) -> str:
+    if document is None:
         raise InvalidArgument("give --document, or --resume a session that has read one")
-    return "" if document is None else read_document(document)
+    return read_document(str(checks.named("--document", document)))

@@ -11,7 +11,12 @@ import typer
 from tierd.cli import options
 from tierd.cli.connection import connected
 from tierd.cli.terminal import print_json, print_table, versioned
+from tierd.errors import InvalidArgument
+from tierd.types import SessionState
 from tierd.units import parse_duration
+
+DEADLINE_SECONDS_MAX = 3600.0  # as the daemon's
+PRIORITY_MAX = 2**31 - 1  # what the wire holds
 
 Session = Annotated[str, typer.Argument(metavar="SESSION", help="An id from `tierd sessions`.")]
 Deadline = Annotated[
@@ -25,7 +30,16 @@ Last = Annotated[
 Confidence = Annotated[
     float, typer.Option("--confidence", min=0.0, max=1.0, metavar="P", help="How surely.")
 ]
-Priority = Annotated[int, typer.Option("--priority", metavar="N", help="Higher goes first.")]
+Priority = Annotated[
+    int,
+    typer.Option(
+        "--priority",
+        min=-PRIORITY_MAX,
+        max=PRIORITY_MAX,
+        metavar="N",
+        help="Higher goes first.",
+    ),
+]
 
 
 def hint(
@@ -42,8 +56,11 @@ def hint(
 
     The hint lives as long as this command: it runs until the deadline. Ctrl-C cancels the hint.
     """
-    seconds = parse_duration(deadline)
+    seconds = _deadline_seconds(deadline)
+    if last_token is not None and last_token < first_token:
+        raise InvalidArgument(f"--last-token {last_token} comes before --first-token {first_token}")
     with connected(daemon) as client:
+        _check_range(client.session(session), first_token)
         ticket = client.hint(
             session,
             deadline_seconds=seconds,
@@ -55,6 +72,27 @@ def hint(
         _show(ticket, as_json)
         # A hint dies with its owner's connection; past its deadline it has nothing left to say.
         time.sleep(seconds)
+
+
+def _deadline_seconds(deadline: str) -> float:
+    try:
+        seconds = parse_duration(deadline)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"--deadline: {error}") from None
+    if not 0.0 < seconds <= DEADLINE_SECONDS_MAX:
+        raise InvalidArgument(
+            f"--deadline {deadline} must be more than 0 s and at most {DEADLINE_SECONDS_MAX:g} s"
+        )
+    return seconds
+
+
+def _check_range(row: Mapping[str, Any], first_token: int) -> None:
+    # A session that an engine has may grow; the daemon knows the length of a suspended one.
+    if row["state"] == SessionState.SUSPENDED and first_token >= row["tokens"]:
+        raise InvalidArgument(
+            f"--first-token {first_token} is past the end: session {row['id']} has "
+            f"{row['tokens']} tokens, 0 to {row['tokens'] - 1}"
+        )
 
 
 def _show(ticket: Mapping[str, Any], as_json: bool) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
-from tierd.cli import exits
+from tierd.cli import checks, exits, interrupts
 from tierd.cli.report import print_report
-from tierd.cli.terminal import JobDisplay, print_json
+from tierd.cli.streams import require_stdout
+from tierd.cli.terminal import JobDisplay, hush_libraries, print_json
 from tierd.errors import InvalidArgument, StorageError, StorageFull
 from tierd.units import format_size
 
@@ -22,7 +20,8 @@ if TYPE_CHECKING:
     from tierd_engine.runner import JobSpec
     from tierd_engine.sizing import JobSizes
 
-WARM_DEFAULT = "25%"
+# As the daemon does without a cap: of the free space, the rest stays for others.
+COLD_FREE_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +29,26 @@ class Placement:
     """Where a job's pages go: a running daemon, or an embedded one with its own tiers."""
 
     daemon: str | None
+    hot: str | None
     warm: str | None
-    cold_dir: Path | None
+    cold_dir: str | None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuse what cannot work. Makes the cold folder, and calls on the daemon."""
+        checks.named("--daemon", self.daemon)
+        checks.budget("--hot", self.hot)
+        checks.budget("--warm", self.warm)
         if self.daemon is None:
+            checks.cold_folder("--cold-dir", self.cold_dir)
             return
         for option, value in (("--warm", self.warm), ("--cold-dir", self.cold_dir)):
             if value is not None:
                 raise InvalidArgument(
                     f"{option} and --daemon exclude each other: the daemon's own settings hold"
                 )
+        from tierd.client import Client
 
-    @property
-    def warm_share(self) -> str:
-        """The warm tier's size, as the job's spec wants it."""
-        return WARM_DEFAULT if self.warm is None else self.warm
+        Client.connect(self.daemon, kind="tool").close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +59,31 @@ class Display:
     quiet: bool
 
 
-def run_job_command(spec: JobSpec, placement: Placement, display: Display) -> int:
-    """Run a job, print its answer and its report, and return the exit code."""
-    from tierd_engine.runner import prepare_job, run_job
+def run_job_command(
+    model: str, make_spec: Callable[[], JobSpec], placement: Placement, display: Display
+) -> int:
+    """Run a job, print its answer and its report, and return the exit code.
 
+    `make_spec` is called once the engine is imported, which takes seconds: what can be
+    refused without it is refused before.
+    """
+    require_stdout()
     quiet = display.quiet or display.as_json
-    with (
-        _terminated_like_interrupted(),
-        JobDisplay(stream_text=not display.as_json, quiet=quiet) as events,
-    ):
-        job = prepare_job(spec, placement.daemon)
+    hush_libraries(quiet=quiet)
+    with JobDisplay(stream_text=not display.as_json, quiet=quiet) as events:
+        events.working("starting the engine")
+        with interrupts.at_once():
+            from tierd_engine.modelcheck import check_model
+
+            check_model(model)
+            placement.check()
+            from tierd_engine.runner import prepare_job, run_job
+        events.working("reading the model and the prompt (a .gguf file is converted once)")
+        job = prepare_job(make_spec(), placement.daemon)
         with _daemon_for(placement, job.sizes) as socket:
             report = run_job(job, socket=socket, events=events).to_dict()
+        if job.spec.keeps:
+            events.note(f"session {report['session']['id']} is kept; ask more with --resume")
     if display.as_json:
         print_json(report)
     elif not display.quiet:
@@ -79,15 +95,17 @@ def run_job_command(spec: JobSpec, placement: Placement, display: Display) -> in
 def _daemon_for(placement: Placement, sizes: JobSizes) -> Iterator[str]:
     """Yield the socket of the daemon that the job is to use."""
     if placement.daemon is not None:
+        _require_memory(sizes.hot_bytes, "--hot")
         yield placement.daemon
         return
     from tierd.config import embedded_config
     from tierd.daemon import EmbeddedDaemon
 
-    folder = placement.cold_dir
+    _require_memory(sizes.hot_bytes + sizes.warm_budget_bytes, "--hot and --warm")
+    folder = checks.cold_folder("--cold-dir", placement.cold_dir)
     config = embedded_config(
         warm_bytes=sizes.warm_budget_bytes,
-        cold_folder=None if folder is None else str(folder.expanduser().absolute()),
+        cold_folder=None if folder is None else str(folder),
         cold_needed_bytes=sizes.cold_needed_bytes,
     )
     _require_room(Path(config.cold.folder), sizes.cold_needed_bytes)
@@ -95,32 +113,27 @@ def _daemon_for(placement: Placement, sizes: JobSizes) -> Iterator[str]:
         yield daemon.socket
 
 
+def _require_memory(needed_bytes: int, options: str) -> None:
+    from tierd.config import available_memory_bytes
+
+    free = available_memory_bytes()
+    if needed_bytes > free:
+        raise InvalidArgument(
+            f"the job needs {format_size(needed_bytes)} of memory for its tiers, and "
+            f"{format_size(max(free, 0))} are free: give a smaller {options}"
+        )
+
+
 def _require_room(folder: Path, needed_bytes: int) -> None:
     """Raise StorageError or StorageFull, naming the folder, if the job cannot use it."""
+    checks.usable_folder(folder)
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free
+        free = int(shutil.disk_usage(folder).free * COLD_FREE_SHARE)
     except OSError as error:
         raise StorageError(f"cold folder {folder} cannot be used: {error.strerror}") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise StorageError(f"cold folder {folder} is not writable")
     if free < needed_bytes:
         raise StorageFull(
             f"cold folder {folder} has {format_size(free)} free; the job needs "
             f"{needed_bytes} bytes ({format_size(needed_bytes)}): "
             "free some, or give a larger --warm, --hot or another --cold-dir"
         )
-
-
-@contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """Let SIGTERM unwind the job as Ctrl-C does, so that its folders and daemon go."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

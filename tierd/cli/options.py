@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -34,23 +33,34 @@ class DTypeName(enum.StrEnum):
 
 
 Hot = Annotated[
-    str, typer.Option("--hot", metavar="SIZE", help="Hot tier: bytes, or percent of the KV.")
+    str | None,
+    typer.Option(
+        "--hot",
+        metavar="SIZE",
+        help="Hot tier: bytes, or percent of the KV.  \\[default: 25%, or the least that works]",
+    ),
 ]
 Warm = Annotated[
     str | None,
     typer.Option(
-        "--warm", metavar="SIZE", help="Warm tier: bytes, or percent of the KV.  \\[default: 25%]"
+        "--warm",
+        metavar="SIZE",
+        help="Warm tier: bytes, or percent of the KV.  \\[default: 25%, or the least that works]",
     ),
 ]
 ColdDir = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--cold-dir",
         metavar="DIR",
-        help="Folder for what hot and warm do not hold.  \\[default: /var/tmp]",
+        help="Folder for what hot and warm do not hold; made if its parent is there.  "
+        "\\[default: /var/tmp]",
     ),
 ]
-Codec = Annotated[CodecName, typer.Option("--codec", help="How pages are stored below hot.")]
+Codec = Annotated[
+    CodecName | None,
+    typer.Option("--codec", help="How pages are stored below hot.  \\[default: int8]"),
+]
 Plan = Annotated[PlanName, typer.Option("--plan", help="How pages below hot are attended.")]
 MaxNewTokens = Annotated[
     int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Length of the answer at most.")
@@ -62,14 +72,21 @@ Keep = Annotated[
     bool,
     typer.Option(
         "--keep",
-        help="Leave the session with the daemon, suspended, for --resume (needs --daemon).",
+        help="Leave the session with the daemon, suspended, for --resume (needs --daemon). "
+        "A resumed session is kept without it.",
     ),
 ]
 Resume = Annotated[
     str | None,
     typer.Option(
-        "--resume", metavar="SESSION", help="Ask more of a kept session: no --document then."
+        "--resume",
+        metavar="SESSION",
+        help="Ask more of a kept session, with --prompt and without --document. It is kept "
+        "again, with the answer; as it was, if the job fails.",
     ),
+]
+Drop = Annotated[
+    bool, typer.Option("--drop", help="With --resume: do not keep the session after the answer.")
 ]
 Verify = Annotated[
     bool,
@@ -78,7 +95,11 @@ Verify = Annotated[
 DType = Annotated[DTypeName, typer.Option("--dtype", help="Dtype of the model and its KV.")]
 BlockTokens = Annotated[
     int | None,
-    typer.Option("--block-tokens", metavar="N", help="Tokens of a block, a power of two."),
+    typer.Option(
+        "--block-tokens",
+        metavar="N",
+        help="Tokens of a block, a power of two.  \\[default: up to 256]",
+    ),
 ]
 RopeScaling = Annotated[
     str | None,
@@ -101,5 +122,5 @@ Daemon = Annotated[
     typer.Option("--daemon", metavar="SOCKET", help="The daemon's socket, if not the usual one."),
 ]
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="A TOML file of settings.")
+    str | None, typer.Option("--config", metavar="FILE", help="A TOML file of settings.")
 ]

@@ -40,21 +40,33 @@ def _tier_rows(report: Section) -> Iterator[list[str]]:
 def _job_rows(report: Section) -> Iterator[tuple[str, str]]:
     prefill, decode = _section(report, "prefill"), _section(report, "decode")
     yield "prefill", _speed(prefill)
-    yield "decode", _speed(decode)
+    yield "decode", _decode_speed(decode)
     yield "calls to the daemon in a decode step", figure(decode.get("rpc_per_step"), ",.2f")
     hot = _section(report, "hot")
-    yield "peak hot bytes", f"{figure(hot.get('peak_bytes'))} of {figure(hot.get('budget_bytes'))}"
+    peak, budget = figure(hot.get("peak_bytes")), figure(hot.get("budget_bytes"))
+    yield "peak of the hot tier", f"{peak} of {budget} bytes"
     yield "model", f"{report.get('model', '-')}, {report.get('dtype', '-')}"
     yield "codec", str(report.get("codec", "-"))
     yield "plan", f"{report.get('plan', '-')}, blocks of {report.get('block_tokens', '-')} tokens"
     yield "KV", size(report.get("kv_bytes"))
     yield "cold tier", str(_section(report, "cold").get("device") or "-")
+    session = _section(report, "session")
+    if session.get("kept"):
+        yield "kept as", f"{session.get('id', '-')} (ask more with --resume)"
 
 
 def _speed(section: Section) -> str:
     rate = figure(section.get("tokens_per_second"), ",.1f", " tokens/s")
     seconds = figure(section.get("seconds"), ",.1f", " s")
     return f"{rate} ({figure(section.get('tokens'))} tokens in {seconds})"
+
+
+def _decode_speed(section: Section) -> str:
+    """A step makes one token; the first token is prefill's."""
+    rate = figure(section.get("tokens_per_second"), ",.1f", " tokens/s")
+    seconds = figure(section.get("seconds"), ",.1f", " s")
+    steps = figure(section.get("steps"))
+    return f"{rate} ({steps} steps in {seconds}; {figure(section.get('tokens'))} tokens in all)"
 
 
 def _check_rows(report: Section) -> Iterator[tuple[str, str]]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+import contextlib
+import signal
 from typing import Annotated, Any
 
 import typer
 
-from tierd.cli import options
-from tierd.units import parse_size
+from tierd.cli import checks, interrupts, options
+from tierd.units import MIB
+
+# Less than this holds no page of any model that is worth a daemon.
+BUDGET_BYTES_MIN = 1 * MIB
 
 Socket = Annotated[
     str | None, typer.Option("--socket", metavar="PATH", help="Where clients connect.")
@@ -18,10 +22,20 @@ WarmBudget = Annotated[
     str | None, typer.Option("--warm", metavar="SIZE", help="Warm tier in all, e.g. 4GiB.")
 ]
 ColdDir = Annotated[
-    Path | None, typer.Option("--cold-dir", metavar="DIR", help="Folder of the cold tier.")
+    str | None,
+    typer.Option(
+        "--cold-dir",
+        metavar="DIR",
+        help="Folder of the cold tier; made if its parent is there.",
+    ),
 ]
 ColdCap = Annotated[
-    str | None, typer.Option("--cold-cap", metavar="SIZE", help="Cold tier at most, e.g. 100GiB.")
+    str | None,
+    typer.Option(
+        "--cold-cap",
+        metavar="SIZE",
+        help="Cold tier at most, e.g. 100GiB.  \\[default: 90% of what is free]",
+    ),
 ]
 
 
@@ -32,20 +46,31 @@ def serve(
     cold_cap: ColdCap = None,
     config: options.ConfigFile = None,
 ) -> None:
-    """Run the daemon that keeps the warm and cold tiers for jobs on this machine."""
+    """Run the daemon that keeps the warm and cold tiers for jobs on this machine.
+
+    It ends on SIGTERM, SIGHUP or Ctrl-C.
+    """
+    folder = checks.cold_folder("--cold-dir", cold_dir)
+    settings: dict[str, Any] = {
+        "service.socket": checks.named("--socket", socket),
+        "warm.budget_bytes": checks.size("--warm", warm, smallest_bytes=BUDGET_BYTES_MIN),
+        "cold.folder": None if folder is None else str(folder),
+        "cold.cap_bytes": checks.size("--cold-cap", cold_cap, smallest_bytes=BUDGET_BYTES_MIN),
+    }
+    given = {name: value for name, value in settings.items() if value is not None}
+    checks.named("--config", config)
     from tierd.config import load_config
     from tierd.daemon import Daemon
 
-    settings: dict[str, Any] = {
-        "service.socket": socket,
-        "warm.budget_bytes": None if warm is None else parse_size(warm),
-        "cold.folder": None if cold_dir is None else str(cold_dir),
-        "cold.cap_bytes": None if cold_cap is None else parse_size(cold_cap),
-    }
-    given = {name: value for name, value in settings.items() if value is not None}
-    asyncio.run(_serve(Daemon(load_config(config, overrides=given))))
+    # To be told to end is how a daemon ends, also while it starts.
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(Daemon(load_config(config, overrides=given))))
+    interrupts.heeded()
 
 
 async def _serve(daemon: Any) -> None:
     async with daemon:
+        # SIGTERM and SIGINT are the daemon's own; a closed terminal ends it the same way.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, daemon.drain)
         await daemon.serve_forever()

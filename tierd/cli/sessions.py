@@ -6,7 +6,14 @@ from typing import Any
 
 from tierd.cli import options
 from tierd.cli.connection import connected
-from tierd.cli.terminal import print_json, print_table, versioned
+from tierd.cli.streams import writing
+from tierd.cli.terminal import figure, print_json, print_table, versioned
+
+# What people need to tell sessions apart, and the unit of a figure; --json has all of it.
+COLUMNS = {
+    "id": "", "state": "", "engine": "", "codec": "", "layers": "", "block_tokens": "",
+    "tokens": "", "warm_pages": "", "cold_pages": "", "unused_seconds": " s",
+}  # fmt: skip
 
 
 def sessions(daemon: options.Daemon = None, as_json: options.AsJson = False) -> None:
@@ -16,6 +23,16 @@ def sessions(daemon: options.Daemon = None, as_json: options.AsJson = False) -> 
     if as_json:
         print_json(versioned(sessions=found))
         return
-    columns = list(found[0]) if found else ["id", "state"]
-    rows = ([row.get(column, "-") for column in columns] for row in found)
-    print_table("Sessions", [column.replace("_", " ") for column in columns], rows, text_columns=2)
+    if not found:
+        with writing() as out:
+            print("no sessions", file=out)
+        return
+    rows = ([_shown(row.get(name), unit) for name, unit in COLUMNS.items()] for row in found)
+    titles = [name.removesuffix("_seconds").replace("_", " ") for name in COLUMNS]
+    print_table("Sessions", titles, rows, text_columns=2)
+
+
+def _shown(value: object, unit: str) -> str:
+    if isinstance(value, int | float):
+        return figure(value, ",d" if isinstance(value, int) else ",.1f", unit)
+    return "-" if value is None else str(value)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
+from tierd.cli import interrupts
+from tierd.cli.streams import warn, writing
 from tierd.units import format_size
 
 if TYPE_CHECKING:
@@ -22,17 +25,16 @@ if TYPE_CHECKING:
 
 PLAIN_WIDTH = 160  # columns of a table where no terminal says how wide it is
 PROGRESS_SECONDS = 10.0  # between lines of progress where there is no bar
+TICK_SECONDS = 1.0
 _KEPT_CONTROLS = frozenset("\n\t")
-
-
-def warn(message: str) -> None:
-    """Write one line to stderr, after the command's name."""
-    print(f"tierd: {message}", file=sys.stderr, flush=True)
 
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Write one JSON object to stdout, on one line."""
-    print(json.dumps(value, ensure_ascii=False, default=str), flush=True)
+    with writing() as out:
+        # Elsewhere than in UTF-8 a character may be one that the stream cannot encode.
+        plain = (out.encoding or "").lower().replace("-", "") != "utf8"
+        print(json.dumps(value, ensure_ascii=plain, default=str), file=out)
 
 
 def versioned(**sections: Any) -> dict[str, Any]:
@@ -59,7 +61,11 @@ def print_table(
         table.add_column(column, justify="left" if index < text_columns else "right")
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
-    console(sys.stdout).print(table)
+    with writing() as out:
+        screen = console(out)
+        with screen.capture() as drawn:
+            screen.print(table)
+        out.writelines(f"{line.rstrip()}\n" for line in drawn.get().splitlines())
 
 
 def hush_libraries(*, quiet: bool) -> None:
@@ -104,7 +110,8 @@ class JobDisplay:
     """A job's events on the terminal: prefill on stderr, the answer's text on stdout.
 
     `stream_text`: write the answer as it comes. `quiet`: no progress, no notes.
-    Use it as a context manager: leaving it takes the progress bar away.
+    Use it as a context manager: leaving it takes the progress bar away. While it is
+    entered, a thread says every PROGRESS_SECONDS what is going on, if nothing else does.
     """
 
     def __init__(self, *, stream_text: bool, quiet: bool) -> None:
@@ -112,13 +119,18 @@ class JobDisplay:
         self._quiet = quiet
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        self._total_tokens = 0
-        self._done_tokens = 0
+        self._total_tokens = self._held_tokens = self._done_tokens = 0
         self._started = self._last_line = time.monotonic()
+        self._what = ""  # what goes on in silence; "" while the answer streams
         self._prefilling = False
         self._ended_with_newline = True
+        self._lock = threading.Lock()  # of what the two threads share: what, and the last line
+        self._left = threading.Event()
+        self._ticker = threading.Thread(target=self._tick_on, name="tierd-ticker", daemon=True)
 
     def __enter__(self) -> Self:
+        if not self._quiet:
+            self._ticker.start()
         return self
 
     def __exit__(
@@ -127,36 +139,70 @@ class JobDisplay:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._left.set()
+        if self._ticker.is_alive():
+            self._ticker.join(TICK_SECONDS)
         self._stop_bar()
         self._end_line()
 
-    def prefill_started(self, total_tokens: int) -> None:
+    def working(self, what: str) -> None:
+        """Say so if it lasts."""
+        interrupts.check()
+        with self._lock:
+            self._what = what
+            self._started = self._last_line = time.monotonic()
+
+    def prefill_started(self, total_tokens: int, held_tokens: int = 0) -> None:
         """Show a bar on a terminal; elsewhere a line now and then."""
+        self.working("prefill")
         self._total_tokens = total_tokens
-        self._started = self._last_line = time.monotonic()
+        self._held_tokens = self._done_tokens = held_tokens
         self._prefilling = True
         if not self._quiet and sys.stderr.isatty():
             self._bar = _prefill_bar()
-            self._task = self._bar.add_task("prefill", total=total_tokens, rate="")
+            self._task = self._bar.add_task(
+                "prefill", total=total_tokens, completed=held_tokens, rate=""
+            )
             self._bar.start()
 
     def prefill_advanced(self, done_tokens: int) -> None:
         """Advance the bar to `done_tokens`; may go back, when lost pages are recomputed."""
+        interrupts.check()
         self._done_tokens = done_tokens
-        rate = self._rate()
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done_tokens, rate=f"{rate:,.0f} tokens/s")
-        elif not self._quiet and time.monotonic() - self._last_line >= PROGRESS_SECONDS:
-            self._last_line = time.monotonic()
-            warn(f"prefill: {done_tokens:,} of {self._total_tokens:,} tokens, {rate:,.0f} tokens/s")
+            rate = f"{self._rate():,.0f} tokens/s"
+            self._bar.update(self._task, completed=done_tokens, rate=rate)
+        else:
+            self.tick()
+
+    def tick(self) -> None:
+        """Say what goes on, if it goes on in silence for PROGRESS_SECONDS."""
+        with self._lock:
+            now = time.monotonic()
+            is_silent = now - self._last_line >= PROGRESS_SECONDS
+            if self._quiet or self._bar is not None or not self._what or not is_silent:
+                return
+            self._last_line = now
+            warn(self._progress(now - self._started))
+
+    def _progress(self, seconds: float) -> str:
+        if not self._prefilling:
+            return f"{self._what}: {seconds:,.0f} s so far"
+        done = f"{self._done_tokens:,} of {self._total_tokens:,} tokens"
+        return f"prefill: {done}, {self._rate():,.0f} tokens/s"
+
+    def _tick_on(self) -> None:
+        while not self._left.wait(TICK_SECONDS):
+            self.tick()
 
     def token(self, text: str) -> None:
         """Write more of the answer."""
+        interrupts.check()
         if self._prefilling:
             self._finish_prefill()
         if self._stream_text and text:
-            sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
-            sys.stdout.flush()
+            with writing() as out:
+                out.write(printable(text) if out.isatty() else text)
             self._ended_with_newline = text.endswith("\n")
 
     def note(self, text: str) -> None:
@@ -171,12 +217,17 @@ class JobDisplay:
 
     def _finish_prefill(self) -> None:
         self._prefilling = False
+        with self._lock:
+            self._what = ""
         self._stop_bar()
         if not self._quiet:
-            warn(f"prefill: {self._done_tokens:,} tokens, {self._rate():,.0f} tokens/s")
+            tokens = self._done_tokens - self._held_tokens
+            held = f", {self._held_tokens:,} were held" if self._held_tokens else ""
+            warn(f"prefill: {tokens:,} tokens{held}, {self._rate():,.0f} tokens/s")
 
     def _rate(self) -> float:
-        return self._done_tokens / max(time.monotonic() - self._started, 1e-9)
+        tokens = self._done_tokens - self._held_tokens
+        return tokens / max(time.monotonic() - self._started, 1e-9)
 
     def _stop_bar(self) -> None:
         if self._bar is not None:
@@ -185,9 +236,9 @@ class JobDisplay:
 
     def _end_line(self) -> None:
         if not self._ended_with_newline:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
             self._ended_with_newline = True
+            with writing() as out:
+                out.write("\n")
 
 
 def _prefill_bar() -> Progress:

@@ -90,11 +90,11 @@ def load(address: Any, kind: Any) -> Any:
 
 @inlined
 def store_all(address: Any, x: Any, kind: Any) -> None:
-    """Sixteen finite lanes to nearest even; float16 stops at its largest."""
+    """Sixteen finite lanes to nearest even; float16 stops at its ends."""
     if kind == BFLOAT16:
         v.store_bf16(address, x)
     elif kind == FLOAT16:
-        v.store_f16(address, v.lesser(x, v.splat(_HALF_MAX)))
+        v.store_f16(address, v.greater(v.lesser(x, v.splat(_HALF_MAX)), v.splat(-_HALF_MAX)))
     else:
         v.store_f32(address, x)
 

@@ -109,12 +109,12 @@ def raw_layout(layout: PageLayout) -> PageLayout:
 def narrowed(values: Float32Array, dtype: DType) -> npt.NDArray[np.float32 | np.uint16]:
     """Return values in the model dtype, to nearest even; 2-byte dtypes as uint16 bits.
 
-    A decoded value may pass float16's largest by less than scale / 2: it becomes the largest.
+    A decoded value may pass float16's ends by less than a step: it becomes the end.
     """
     if dtype is DType.FLOAT32:
         return values
     if dtype is DType.FLOAT16:
-        return np.minimum(values, HALF_MAX).astype(np.float16).view(np.uint16)
+        return np.clip(values, -HALF_MAX, HALF_MAX).astype(np.float16).view(np.uint16)
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -167,8 +167,8 @@ def _ends(x: Float32Array, axis: int) -> tuple[Float32Array, Float32Array]:
     return low, np.where(np.abs(high) < _NORMAL_MIN, zero, high)
 
 
-def _scale_of(span: Float32Array, codes_max: float) -> npt.NDArray[np.float16]:
-    step = np.maximum(span / np.float32(codes_max), _HALF_TINY)
+def _scale_of(span: Float32Array, codes_max: np.float32) -> npt.NDArray[np.float16]:
+    step = np.maximum(span / codes_max, _HALF_TINY)
     return _half_up(np.where(span > 0, step, np.float32(0)))
 
 
@@ -182,7 +182,7 @@ def _code_steps(x: Float32Array, axis: int, codes_max: int) -> _Coded:
     low, high = _ends(x, axis)
     zero = _half_down(low)
     wide_zero = zero.astype(np.float32)
-    scale = _scale_of(high - wide_zero, codes_max)
+    scale = _scale_of(high - wide_zero, np.float32(codes_max))
     codes = np.rint((x - wide_zero) * _inverse(scale))
     decoded = wide_zero + scale.astype(np.float32) * codes
     return _Coded(zero, scale, codes.astype(np.uint8), decoded)
@@ -213,8 +213,8 @@ def e4m3_codes(y: Float32Array) -> U8Array:
     below = np.maximum(above - 1, 0)
     up, down = numbers[above] - size, size - numbers[below]
     is_up = (up < down) | ((up == down) & (above % 2 == 0))
-    codes = np.where(is_up, above, below).astype(np.uint8)
-    return codes | (np.signbit(y).astype(np.uint8) << 7)
+    codes: U8Array = (np.where(is_up, above, below) + 128 * np.signbit(y)).astype(np.uint8)
+    return codes
 
 
 def _code_keys(keys: Float32Array, layout: PageLayout) -> _Coded:
@@ -238,8 +238,8 @@ def _encode_head(
     grouped = keys.reshape(-1, layout.group_tokens, d)
     zero, scale, codes, decoded = _code_keys(grouped, layout)
     if layout.codec is CodecId.INT4:
-        tiles = codes.reshape(-1, _tile_tokens(layout), d).swapaxes(1, 2)
-        _put(target, layout.keys, pack_lines(tiles))
+        by_tile = codes.reshape(-1, _tile_tokens(layout), d).swapaxes(1, 2)
+        _put(target, layout.keys, pack_lines(by_tile))
     else:
         _put(target, layout.keys, np.ascontiguousarray(codes.swapaxes(1, 2)))
     _put(target, layout.key_scale, scale)
@@ -267,12 +267,13 @@ def pack_lines(codes: U8Array) -> npt.NDArray[np.uint32]:
     """Return lines [lines, 16 words] of 4-bit codes of any shape, taken row-major."""
     runs = np.ascontiguousarray(codes).reshape(-1, LINE_CODES // LANES, LANES).astype(np.uint32)
     shifts = 4 * np.arange(LINE_CODES // LANES, dtype=np.uint32)
-    return np.bitwise_or.reduce(runs << shifts[:, None], axis=1).astype("<u4")
+    words: npt.NDArray[np.uint32] = (runs << shifts[:, None]).sum(axis=1, dtype=np.uint32)
+    return words
 
 
 def unpack_lines(packed: U8Array) -> U8Array:
     """Return the codes, flat, of bytes that are whole lines."""
-    words = packed.view("<u4").reshape(-1, 1, LANES)
+    words = packed.view(np.uint32).reshape(-1, 1, LANES)
     shifts = 4 * np.arange(LINE_CODES // LANES, dtype=np.uint32)
     return ((words >> shifts[:, None]) & 15).astype(np.uint8).reshape(-1)
 

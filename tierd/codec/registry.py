@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int64]
 
-_MODULES = {CodecId.RAW: "tierd.codec.raw", CodecId.INT8: "tierd.codec.int8"}
-CODEC_NAMES = tuple(codec.name.lower() for codec in _MODULES)
+CODEC_NAMES = tuple(codec.name.lower() for codec in CodecId if codec is not CodecId.NONE)
 
 
 class Codec(Protocol):
@@ -45,17 +44,16 @@ class Codec(Protocol):
 
 def codec_for(codec: CodecId) -> Codec:
     """Return a codec's kernels, loading Numba. Raises InvalidArgument for one not built in."""
-    module = _MODULES.get(codec)
-    if module is None:
+    if codec is CodecId.NONE:
         raise InvalidArgument(f"codec {codec!r} is not one of {', '.join(CODEC_NAMES)}")
-    return cast(Codec, import_module(module))
+    return cast(Codec, import_module(f"tierd.codec.{codec.name.lower()}"))
 
 
 def parse_codec(text: str) -> CodecId:
-    """Return the codec named "raw" or "int8". Raises InvalidArgument naming the choices."""
-    for codec in _MODULES:
-        if text.strip().lower() == codec.name.lower():
-            return codec
+    """Return the codec of a name such as "int8". Raises InvalidArgument naming the choices."""
+    name = text.strip().lower()
+    if name in CODEC_NAMES:
+        return CodecId[name.upper()]
     raise InvalidArgument(f"{text!r} is not a codec; choose one of {', '.join(CODEC_NAMES)}")
 
 

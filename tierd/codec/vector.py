@@ -134,6 +134,31 @@ def _fold(combine: Callable[[Any, Any, Any], Any]) -> Any:
     return operation
 
 
+def _fold_rows(combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """Lane i: the lanes of the i-th of 16 vectors at an address, combined in any order."""
+
+    @intrinsic
+    def operation(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            step = [ir.Constant(args[0].type, 4 * LANES * i) for i in range(LANES)]
+            rows = [_read(builder, builder.add(args[0], offset), _F32S) for offset in step]
+            width = LANES
+            while len(rows) > 1:  # each row: chunks of `width` lanes, one for each vector in it
+                width //= 2
+                low = [i for i in range(2 * LANES) if i // width % 2 == 0]
+                high = [i + width for i in low]
+                pairs = zip(rows[::2], rows[1::2], strict=True)
+                rows = [
+                    combine(builder, *(_shuffle(builder, a, b, lanes) for lanes in (low, high)))
+                    for a, b in pairs
+                ]
+            return rows[0]
+
+        return _V(types.int64), codegen
+
+    return operation
+
+
 def _lesser(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered("<", a, b), a, b)
 
@@ -179,15 +204,51 @@ def _low_bytes(builder: Any, a: Any) -> Any:
     return builder.trunc(builder.bitcast(a, _I32S), _I8S)
 
 
+def _push(builder: Any, words: Any, shifted: Any) -> Any:
+    kept = builder.lshr(builder.bitcast(words, _I32S), _all(_I32S, 4))
+    pushed = builder.shl(builder.bitcast(shifted, _I32S), _all(_I32S, 28))
+    return builder.bitcast(builder.or_(kept, pushed), _F32S)
+
+
+def _e4m3(builder: Any, y: Any) -> Any:
+    """e4m3 bytes nearest to lanes of at most 464, ties to even: `reference` has the format."""
+    bits = builder.bitcast(y, _I32S)
+    size = builder.and_(bits, _all(_I32S, 0x7FFFFFFF))
+    even = builder.and_(builder.lshr(size, _all(_I32S, 20)), _all(_I32S, 1))
+    rounded = builder.add(size, builder.add(even, _all(_I32S, 0x7FFFF)))
+    normal = builder.sub(builder.lshr(rounded, _all(_I32S, 20)), _all(_I32S, (127 - 7) << 3))
+    # Below 2^-6 a byte counts steps of 2^-9: the last place of a float32 near 2^14.
+    counted = builder.fadd(builder.bitcast(size, _F32S), _all(_F32S, 2.0**14))
+    few = builder.and_(builder.bitcast(counted, _I32S), _all(_I32S, 0xF))
+    is_small = builder.icmp_unsigned("<", size, _all(_I32S, (127 - 6) << 23))
+    sign = builder.and_(builder.lshr(bits, _all(_I32S, 24)), _all(_I32S, 0x80))
+    return builder.trunc(builder.or_(builder.select(is_small, few, normal), sign), _I8S)
+
+
+def _widen_e4m3(builder: Any, address: Any) -> Any:
+    """Exponent and mantissa of a byte, put where float16 has them, are the number / 256."""
+    bits = builder.sext(_read(builder, address, _I8S), _I16S)
+    half = builder.and_(builder.shl(bits, _all(_I16S, 7)), _all(_I16S, 0xBFFF))
+    wide = builder.fpext(builder.bitcast(half, _F16S), _F32S)
+    return builder.fmul(wide, _all(_F32S, 256.0))
+
+
 load_f32 = _load(lambda builder, address: _read(builder, address, _F32S))
 load_bf16 = _load(_widen_bf16)
 load_f16 = _load(lambda builder, address: builder.fpext(_read(builder, address, _F16S), _F32S))
 load_u8 = _load(lambda builder, address: builder.uitofp(_read(builder, address, _I8S), _F32S))
+load_byte_bits = _load(
+    lambda builder, address: builder.bitcast(
+        builder.zext(_read(builder, address, _I8S), _I32S), _F32S
+    )
+)
+load_e4m3 = _load(_widen_e4m3)
 
 store_f32 = _store(lambda builder, a: a)
 store_bf16 = _store(_narrow_bf16)  # to nearest even; for finite lanes
 store_f16 = _store(lambda builder, a: builder.fptrunc(a, _F16S))  # to nearest even
 store_low_bytes = _store(_low_bytes)  # the low byte of each lane's float32 bits
+store_e4m3 = _store(_e4m3)
 
 prefetch_read, prefetch_write = _prefetch(0), _prefetch(1)
 
@@ -197,6 +258,7 @@ mul = _binary(lambda builder, a, b: builder.fmul(a, b))
 div = _binary(lambda builder, a, b: builder.fdiv(a, b))
 lesser = _binary(_lesser)  # b where either is NaN
 greater = _binary(_greater)
+push_nibble = _binary(_push)  # a's words, shifted by 4 bits, with b's low 4 bits above
 sqrt = _unary(_sqrt)
 half_down = _unary(_half_toward(">", -1))  # largest float16 <= a, as float32
 half_up = _unary(_half_toward("<", 1))  # smallest float16 >= a, as float32
@@ -204,6 +266,22 @@ half_up = _unary(_half_toward("<", 1))  # smallest float16 >= a, as float32
 fold_min = _fold(_lesser)
 fold_max = _fold(_greater)
 fold_sum = _fold(lambda builder, a, b: builder.fadd(a, b))
+
+fold_rows_min, fold_rows_max = _fold_rows(_lesser), _fold_rows(_greater)
+
+
+@intrinsic
+def nibble(typingctx: Any, words: Any, k: Any) -> Any:
+    """Bits 4k to 4k + 3 of each lane's word, as float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        places = builder.trunc(builder.shl(args[1], ir.Constant(args[1].type, 2)), _I32)
+        one = builder.insert_element(ir.Constant(_I32S, ir.Undefined), places, _I32(0))
+        shifts = _shuffle(builder, one, one, [0] * LANES)
+        moved = builder.lshr(builder.bitcast(args[0], _I32S), shifts)
+        return builder.sitofp(builder.and_(moved, _all(_I32S, 15)), _F32S)
+
+    return _V(_V, types.int64), codegen
 
 
 @intrinsic

@@ -4,6 +4,7 @@ header     4 KiB before each page: which page it is, what its bytes must hash to
 ports      what is asked of a disk
 posix      a folder
 memory     a fake in memory, with faults on demand
+simulated  a disk that loses what was not synced, and fails as planned (faults, sectors)
 slabfiles  cold slabs: one preallocated file each
 
 Journal, snapshots and recovery will stand here.

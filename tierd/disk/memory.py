@@ -79,10 +79,16 @@ class MemoryDisk:
 
     def read_into(self, handle: int, offset: int, buffer: memoryview) -> None:
         """Fill `buffer`. Raises StorageError."""
+        self.scatter(handle, offset, [buffer])
+
+    def scatter(self, handle: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill all buffers, one after the other: one "read". Raises StorageError."""
         self._begin("read")
         file = self._file(handle)
-        assert_whole_sectors(len(file), offset, [buffer])
-        buffer[:] = file[offset : offset + len(buffer)]
+        assert_whole_sectors(len(file), offset, buffers)
+        for buffer in buffers:
+            buffer[:] = file[offset : offset + len(buffer)]
+            offset += len(buffer)
 
     def write(self, handle: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Write all buffers. Raises StorageError."""

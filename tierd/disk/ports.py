@@ -61,6 +61,9 @@ class DiskPort(Protocol):
     def read_into(self, handle: int, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`. Raises StorageError."""
 
+    def scatter(self, handle: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill all buffers, one after the other, from `offset`: one I/O. Raises StorageError."""
+
     def write(self, handle: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Write all buffers, one after the other, at `offset`. Raises StorageFull, StorageError."""
 

@@ -30,6 +30,7 @@ _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _STAT_BLOCK_BYTES = 512
+_IOV_MAX = os.sysconf("SC_IOV_MAX")  # buffers that one call takes
 
 
 @dataclass(slots=True)
@@ -267,9 +268,13 @@ class PosixDisk:
 
     def read_into(self, handle: int, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`. Raises StorageError."""
+        self.scatter(handle, offset, [buffer])
+
+    def scatter(self, handle: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill all buffers, one after the other, from `offset`. Raises StorageError."""
         with self._errors(", read"), self._using(handle) as file:
-            assert_whole_sectors(file.size_bytes, offset, [buffer])
-            _read_all(file.fd, offset, buffer)
+            assert_whole_sectors(file.size_bytes, offset, buffers)
+            _read_all(file.fd, offset, buffers)
 
     def write(self, handle: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Write all buffers at `offset`. Raises StorageFull, StorageError."""
@@ -377,26 +382,32 @@ def _reopen(fd: int, flags: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
 
 
-def _read_all(fd: int, offset: int, buffer: memoryview) -> None:
-    done = 0
-    while done < len(buffer):
-        got = os.preadv(fd, [buffer[done:]], offset + done)
+def _read_all(fd: int, offset: int, buffers: Sequence[memoryview]) -> None:
+    left = [buffer for buffer in buffers if len(buffer)]
+    while left:
+        got = os.preadv(fd, left[:_IOV_MAX], offset)
         if got == 0:
-            raise StorageError(f"the file ends at {offset + done}, before the page does")
-        done += got
+            raise StorageError(f"the file ends at {offset}, before the page does")
+        offset += got
+        _advance(left, got)
 
 
 def _write_all(fd: int, offset: int, buffers: Sequence[memoryview]) -> None:
     left = [buffer for buffer in buffers if len(buffer)]
     while left:
-        wrote = os.pwritev(fd, left, offset)
+        wrote = os.pwritev(fd, left[:_IOV_MAX], offset)
         if wrote == 0:
             raise StorageError("the disk took no bytes")
         offset += wrote
-        while left and wrote >= len(left[0]):
-            wrote -= len(left.pop(0))
-        if wrote:
-            left[0] = left[0][wrote:]
+        _advance(left, wrote)
+
+
+def _advance(left: list[memoryview], done: int) -> None:
+    """Drop the first `done` bytes of `left`."""
+    while left and done >= len(left[0]):
+        done -= len(left.pop(0))
+    if done:
+        left[0] = left[0][done:]
 
 
 @contextlib.contextmanager

@@ -65,10 +65,19 @@ class SlabFiles:
         """Read the first len(into) bytes of a slot. Raises StorageError."""
         self.disk.read_into(self._handle(slab_id), slot * slot_bytes, into)
 
-    def write_slot(
+    def read_slots(
+        self, slab_id: int, slot: int, slot_bytes: int, into: Sequence[memoryview]
+    ) -> None:
+        """Read `slot` and those after it, one into each buffer, in one I/O. Raises StorageError."""
+        self.disk.scatter(self._handle(slab_id), slot * slot_bytes, into)
+
+    def write_slots(
         self, slab_id: int, slot: int, slot_bytes: int, buffers: Sequence[memoryview]
     ) -> None:
-        """Write buffers of slot_bytes together as one slot. Raises StorageFull, StorageError."""
+        """Write buffers of whole slots together, from `slot` on, in one I/O.
+
+        Raises StorageFull, StorageError.
+        """
         self._unsynced.add(slab_id)
         self.disk.write(self._handle(slab_id), slot * slot_bytes, buffers)
 

@@ -59,8 +59,11 @@ class LedgerPort(Protocol):
     def drop_pages(self, session: int, pages: Sequence[tuple[int, int]]) -> None:
         """These (layer, block) are no longer a session's."""
 
+    def truncate(self, session: int, first_block: int) -> None:
+        """A session has no page of blocks >= first_block."""
+
     def put_session(self, record: SessionRecord) -> None:
-        """A session is kept: as it was suspended, or cut since."""
+        """What a session is now: running or parked, and what its last suspension kept."""
 
     def drop_session(self, number: int) -> None:
         """A session is gone, with its pages."""
@@ -75,13 +78,10 @@ class LedgerPort(Protocol):
         """Write the whole record anew and free the journal before it. Raises StorageError."""
 
     def sessions(self) -> Mapping[int, SessionRecord]:
-        """Return the kept sessions by number."""
+        """Return the sessions by number."""
 
     def slabs(self) -> Mapping[int, SlabRecord]:
         """Return the slabs by id."""
-
-    def owners(self) -> Mapping[int, int]:
-        """Return how many pages each session number has, kept or not."""
 
     def pages_of(self, session: int) -> PageRows:
         """Return a session's pages by block and layer."""
@@ -119,18 +119,14 @@ class VolatileLedger:
     def _ignore(self, *facts: Any, **options: Any) -> None:
         """Take note of nothing."""
 
-    add_slab = drop_slab = commit = drop_pages = put_session = drop_session = _ignore
-    quarantine = flush = snapshot = close = _ignore
+    add_slab = drop_slab = commit = drop_pages = truncate = _ignore
+    put_session = drop_session = quarantine = flush = snapshot = close = _ignore
 
     def sessions(self) -> dict[int, SessionRecord]:
         """Return none."""
         return {}
 
     def slabs(self) -> dict[int, SlabRecord]:
-        """Return none."""
-        return {}
-
-    def owners(self) -> dict[int, int]:
         """Return none."""
         return {}
 

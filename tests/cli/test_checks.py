@@ -1,0 +1,144 @@
+"""What a user wrote is checked before anything slow is imported, and the option is named."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierd.cli import checks
+from tierd.errors import DaemonUnavailable, InvalidArgument, StorageError, UnsupportedModel
+
+DAEMON = ["--daemon", "/run/t.sock"]
+RESUME = ["generate", "--model", "m", "--prompt", "Why?", *DAEMON, "--resume", "ab"]
+
+
+def job(tmp_path: Path, *more: str) -> list[str]:
+    """Return a job's arguments; `more` come last, and win."""
+    path = tmp_path / "document.txt"
+    path.write_text("Some text.\n")
+    return ["generate", "--model", "m", "--document", str(path), "--prompt", "Why?", *more]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--hot", "99999999999TiB"], "--hot 99999999999TiB is more than this machine's memory"),
+        (["--warm", "99999999999TiB"], "--warm 99999999999TiB is more than"),
+        (["--hot", "much"], "--hot: 'much' is not a size"),
+        (["--warm", "x%"], "--warm: 'x%' is not a percentage"),
+        (["--warm", "101%"], "--warm: '101%' is more than 100%"),
+        (["--block-tokens", "0"], "--block-tokens is 0"),
+        (["--block-tokens", "48"], "--block-tokens is 48; it must be a power of two"),
+        (["--rope-scaling", "linear:0"], "--rope-scaling"),
+        (["--cold-dir", ""], "--cold-dir is empty"),
+        (["--daemon", ""], "--daemon is empty"),
+        (["--document", ""], "--document is empty"),
+        (["--prompt", b"caf\xe9 au lait".decode("utf-8", "surrogateescape")],
+         "--prompt is not UTF-8 text: character 4 is a stray byte"),
+        (["--drop"], "--drop goes with --resume"),
+        (["--keep"], "--keep and --resume need --daemon"),
+    ],
+)  # fmt: skip
+def test_odd_values_are_refused_before_the_job(
+    tierd: Any, world: Any, tmp_path: Path, more: list[str], words: str
+) -> None:
+    outcome = tierd(*job(tmp_path, *more))
+    assert (outcome.code, outcome.out) == (2, "")
+    assert words in outcome.err and outcome.err.count("\n") == 1
+    assert world.specs == []
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [["--document", "d.txt"], ["--codec", "int8"], ["--block-tokens", "16"], ["--context", "9"]],
+)
+def test_what_a_kept_session_has_already_cannot_be_given_again(
+    tierd: Any, world: Any, fixed: list[str]
+) -> None:
+    outcome = tierd(*RESUME, *fixed)
+    assert outcome.code == 2
+    assert f"{fixed[0]} and --resume exclude each other" in outcome.err
+    assert world.specs == []
+
+
+def test_keep_and_drop_exclude_each_other(tierd: Any, world: Any) -> None:
+    assert "--keep and --drop exclude" in tierd(*RESUME, "--keep", "--drop").err
+
+
+def test_a_resumed_session_is_kept_unless_dropped_and_its_id_is_told(
+    tierd: Any, world: Any
+) -> None:
+    assert "session 00000000000000ab is kept" in tierd(*RESUME).err
+    assert "is kept" not in tierd(*RESUME, "--drop").err
+    assert [spec.keeps for spec in world.specs] == [True, False]
+
+
+def test_the_help_says_what_becomes_of_a_resumed_session(tierd: Any) -> None:
+    words = " ".join(tierd("generate", "--help").out.replace("│", " ").split())
+    assert "It is kept again, with the answer; as it was, if the job fails." in words
+    assert "do not keep the session after the answer" in words
+
+
+def test_a_model_is_refused_before_the_daemon_and_the_engine(
+    tierd: Any, world: Any, tmp_path: Path
+) -> None:
+    world.model_error = UnsupportedModel("model m: it is an encoder")
+    outcome = tierd(*job(tmp_path, *DAEMON))
+    assert (outcome.code, outcome.err) == (2, "tierd: error: model m: it is an encoder\n")
+    assert (world.models, world.sockets, world.specs) == (["m"], [], [])
+
+
+def test_an_absent_daemon_is_found_before_the_engine(
+    tierd: Any, world: Any, tmp_path: Path
+) -> None:
+    world.connect_error = DaemonUnavailable("no daemon at /run/t.sock")
+    assert tierd(*job(tmp_path, *DAEMON)).code == 3
+    assert world.specs == []
+
+
+def test_more_memory_than_is_free_is_refused(tierd: Any, world: Any) -> None:
+    world.hot_bytes = 1 << 60
+    outcome = tierd("demo", "--quiet")
+    assert outcome.code == 2
+    assert "--hot and --warm" in outcome.err and "free" in outcome.err
+
+
+def test_a_cold_folder_is_made_if_only_it_is_missing(tmp_path: Path) -> None:
+    assert checks.cold_folder("--cold-dir", str(tmp_path / "new")) == tmp_path / "new"
+    assert (tmp_path / "new").is_dir()
+    with pytest.raises(StorageError, match=r"cannot be made: .*absent is no folder"):
+        checks.cold_folder("--cold-dir", str(tmp_path / "absent" / "new"))
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_cold_folder_that_is_a_file_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="is a file, not a folder"):
+        checks.cold_folder("--cold-dir", str(tmp_path / "file"))
+
+
+def test_a_size_below_the_smallest_names_it() -> None:
+    assert checks.size("--warm", "2MiB", smallest_bytes=1 << 20) == 2 << 20
+    with pytest.raises(InvalidArgument, match=r"--cold-cap 1 is too small.* 1\.0 MiB"):
+        checks.size("--cold-cap", "1", smallest_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--cold-cap", "1"], "--cold-cap 1 is too small"),
+        (["serve", "--warm", "x"], "--warm: 'x' is not a size"),
+        (["serve", "--socket", ""], "--socket is empty"),
+        (["serve", "--config", ""], "--config is empty"),
+        (["config", "show", "--config", ""], "--config is empty"),
+        (["stats", "--daemon", ""], "--daemon is empty"),
+        (["doctor", "--cold-dir", ""], "--cold-dir is empty"),
+        ([""], "no command is named"),
+    ],
+)
+def test_other_verbs_name_what_is_wrong(
+    tierd: Any, world: Any, arguments: list[str], words: str
+) -> None:
+    outcome = tierd(*arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert words in outcome.err and outcome.err.count("\n") == 1

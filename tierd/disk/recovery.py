@@ -1,0 +1,356 @@
+"""Recovery: superblock quorum, newest valid snapshot, then the journal up to its end.
+
+Nothing is written here: `recover` looks, the ledger acts. What it finds is a
+consistent prefix of what was said, less what cannot be: pages in slabs that
+are gone, pages beyond a gap of a parked session. The ledger says first that
+these have gone, so that no later start sees them again.
+
+Where the journal ends: at the first frame that does not follow. If a frame
+beyond it says that the missing one was durable, it is damage and reported as
+such; if not, it is the torn end of a crash, and nothing acknowledged is lost.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tierd.disk import journal, prune, snapshot, superblock
+from tierd.disk.frames import (
+    ORIGIN,
+    Frame,
+    FrameKind,
+    Link,
+    find_frame,
+    seed_of,
+    stray_frames,
+    unpack_frame,
+)
+from tierd.disk.image import Image
+from tierd.disk.journal import Segment
+from tierd.disk.ports import DiskPort
+from tierd.disk.records import unpack_records
+from tierd.disk.snapshot import SnapshotFile
+from tierd.errors import NotFound, StorageError
+from tierd.units import MIB, SECTOR_BYTES, round_up
+
+if TYPE_CHECKING:
+    from tierd.clock import Clock
+
+SLAB_FOLDER = "slab"
+_CHUNK_BYTES = 4 * MIB
+
+
+@dataclass(slots=True)
+class RecoveryReport:
+    """What a start found. `seconds` per step; `lost`: (session, first lost token)."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    snapshot: str = ""
+    segments: int = 0
+    frames: int = 0
+    records: int = 0  # rows count one each
+    rows: int = 0  # in the index at the end
+    torn_tail: bool = False
+    damage: list[str] = field(default_factory=list)
+    dropped_files: list[str] = field(default_factory=list)
+    missing_slabs: list[int] = field(default_factory=list)
+    dropped_pages: int = 0
+    lost: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Recovered:
+    """All that the ledger goes on from."""
+
+    store_uuid: bytes
+    epoch: int  # highest seen
+    next_slab: int
+    image: Image
+    end: Link
+    segments: list[Segment]
+    snapshots: list[SnapshotFile]  # newest last
+    leftovers: list[str]  # files that nothing needs
+    pruned: prune.Pruned  # left out of the image; the ledger says so first
+    report: RecoveryReport
+
+
+def _sequence_of(name: str) -> int:
+    return int(name.rpartition("/")[2], 16)
+
+
+@dataclass(slots=True)
+class _Step:
+    """A segment whose HEAD could be read."""
+
+    number: int
+    head: Frame
+    size_bytes: int
+
+
+def recover(disk: DiskPort, *, new_uuid: Callable[[], bytes], clock: Clock) -> Recovered:
+    """Look at all that stands on a disk. Raises StorageError (see `find_superblock`)."""
+    return _Recovery(disk, clock).run(new_uuid)
+
+
+def find_superblock(disk: DiskPort, report: RecoveryReport) -> superblock.Superblock | None:
+    """Return the superblock; None for an empty folder.
+
+    Raises StorageError when there are files and no two copies agree: what
+    stands there could be another store's.
+    """
+    try:
+        copies = superblock.read_copies(disk)
+    except NotFound:
+        copies = []
+    chosen = superblock.choose(copies)
+    folders = (journal.FOLDER, snapshot.FOLDER, SLAB_FOLDER)
+    if chosen is None and any(disk.names(folder) for folder in folders):
+        raise StorageError(
+            "superblock: no two copies agree and there is data; see `tierd fsck --rebuild`"
+        )
+    if chosen is not None:
+        bad = [str(number) for number, copy in enumerate(copies) if copy is None]
+        if bad:
+            report.damage.append(f"superblock: damaged copies {', '.join(bad)} of 0 to 3")
+    return chosen
+
+
+class _Recovery:
+    """One run; its parts share the report."""
+
+    def __init__(self, disk: DiskPort, clock: Clock) -> None:
+        self.disk, self.clock = disk, clock
+        self.report = RecoveryReport()
+        self.image = Image()
+        self.leftovers: list[str] = []
+        self.store_uuid = b""
+        self.seed = 0
+        self.end = ORIGIN
+        self.epoch = 0
+        self.limit_epoch = 0  # of the records that the image's slab limit is from
+        self.steps: list[_Step] = []
+
+    @contextmanager
+    def _timed(self, step: str) -> Iterator[None]:
+        began = self.clock.monotonic()
+        yield
+        self.report.seconds[step] = self.clock.monotonic() - began
+
+    def run(self, new_uuid: Callable[[], bytes]) -> Recovered:
+        with self._timed("superblock"):
+            found = find_superblock(self.disk, self.report)
+            found = found or superblock.Superblock(new_uuid(), 0, 1)
+            self.store_uuid, self.seed = found.store_uuid, seed_of(found.store_uuid)
+            self.epoch = found.epoch
+        with self._timed("heads"):
+            self.steps = self._heads()
+        with self._timed("snapshot"):
+            snapshots = self._load_snapshot()
+        with self._timed("journal"):
+            segments = self._replay()
+        with self._timed("check"):
+            slabs = {journal.segment_number(name) for name in self._whole_names(SLAB_FOLDER)}
+            pruned = prune.prune(self.image, slabs)
+            self._note(pruned, slabs)
+        return Recovered(
+            self.store_uuid, self.epoch, self._next_slab(found, slabs), self.image, self.end,
+            segments, snapshots, self.leftovers, pruned, self.report,
+        )  # fmt: skip
+
+    def _note(self, pruned: prune.Pruned, slabs: set[int]) -> None:
+        report = self.report
+        report.damage += pruned.damage
+        report.missing_slabs += pruned.missing_slabs
+        report.dropped_pages = pruned.dropped_pages
+        report.lost += pruned.lost
+        report.rows = pruned.rows
+        unknown = [f"{SLAB_FOLDER}/{slab:08x}" for slab in sorted(slabs - set(self.image.slabs))]
+        if not report.damage:
+            # After damage a slab's record may be what is missing: its file stays for fsck.
+            self.leftovers += unknown
+        report.dropped_files += self.leftovers
+
+    def _next_slab(self, found: superblock.Superblock, slabs: set[int]) -> int:
+        """Return an id above all that were ever given out."""
+        spoken_for = found.slab_limit
+        if self.limit_epoch >= found.epoch:
+            # The store was not closed: records of its last epoch may have reserved more.
+            spoken_for = max(spoken_for, self.image.slab_limit)
+        return max(spoken_for, max(slabs, default=0) + 1)
+
+    def _whole_names(self, folder: str) -> list[str]:
+        """Return a folder's files; those not whole when the store stopped are leftovers."""
+        names = self.disk.names(folder)
+        whole = [name for name in names if not name.endswith(snapshot.TEMPORARY)]
+        self.leftovers += sorted(set(names) - set(whole))
+        return whole
+
+    # -- snapshot -----------------------------------------------------------------
+    def _load_snapshot(self) -> list[SnapshotFile]:
+        """Load the newest valid snapshot; return the files that stay, newest last."""
+        names = self._whole_names(snapshot.FOLDER)
+        while names:
+            name = names[-1]
+            try:
+                read = snapshot.read_snapshot(self.disk, _sequence_of(name), self.store_uuid)
+                self._refuse_superseded(read.header)
+            except StorageError as error:
+                self.report.damage.append(f"{name}: {error}")
+                self.leftovers.append(names.pop())
+                continue
+            self.image, self.end = read.image, read.header.end
+            self.epoch = max(self.epoch, read.header.epoch)
+            self.limit_epoch = read.header.epoch
+            self.report.snapshot = name
+            break
+        return [SnapshotFile(_sequence_of(name), self._size(name)) for name in names]
+
+    def _refuse_superseded(self, header: snapshot.SnapshotHeader) -> None:
+        """Raise StorageError if a later start, which could not read it, went on from before."""
+        for step in self.steps:
+            older = step.head.follows.sequence < header.end.sequence
+            if step.head.epoch > header.epoch and older:
+                raise StorageError("snapshot: a later start went on without it")
+
+    def _size(self, name: str) -> int:
+        with _opened(self.disk, name) as (_, size_bytes):
+            return size_bytes
+
+    # -- journal ------------------------------------------------------------------
+    def _heads(self) -> list[_Step]:
+        """Read every segment's HEAD; return the segments in the order they were begun."""
+        steps = []
+        for name in self._whole_names(journal.FOLDER):
+            with _opened(self.disk, name) as (handle, size_bytes):
+                first = self._read(name, handle, min(size_bytes, SECTOR_BYTES))
+                number = journal.segment_number(name)
+                try:
+                    head = unpack_frame(first, 0, self.seed)
+                    if head.kind != FrameKind.HEAD or head.payload != journal.head_payload(number):
+                        raise StorageError("the first frame is no HEAD of this segment")
+                    steps.append(_Step(number, head, size_bytes))
+                except StorageError as error:
+                    self._headless(name, self._read(name, handle, size_bytes), str(error))
+        self.epoch = max([self.epoch, *(step.head.epoch for step in steps)])
+        return sorted(steps, key=lambda step: (step.head.epoch, step.number))
+
+    def _headless(self, name: str, buffer: memoryview, reason: str) -> None:
+        """A HEAD is durable before anything else is written: frames without one are damage."""
+        for frame in stray_frames(buffer, 0, self.seed):
+            self.report.damage.append(f"{name}: {reason}, and holds frame {frame.sequence}")
+            break
+        self.leftovers.append(name)
+
+    def _replay(self) -> list[Segment]:
+        """Apply the journal beyond the snapshot; return the segments and how far each counts."""
+        segments = []
+        broken = False
+        for index, step in enumerate(self.steps):
+            later = [other.head.follows.sequence for other in self.steps[index + 1 :]]
+            cut = min(later, default=None)
+            if not broken and (cut is None or cut > self.end.sequence):
+                broken = not self._replay_segment(step, cut)
+            last = self.end.sequence if cut is None else cut
+            segments.append(Segment(step.number, step.size_bytes, last))
+        return segments
+
+    def _replay_segment(self, step: _Step, cut: int | None) -> bool:
+        """Apply a segment's frames up to sequence `cut`; return whether all of them are there."""
+        name = journal.segment_name(step.number)
+        self.report.segments += 1
+        if step.head.sequence > self.end.sequence:
+            if step.head.follows != self.end:
+                self._damaged(name, f"frames before {step.head.sequence} are missing")
+                return False
+            self._enter(step.head)
+        with _opened(self.disk, name) as (handle, size_bytes):
+            buffer = self._read(name, handle, size_bytes)
+        offset = self._walk(name, buffer, step.head, cut)
+        missing = self.end.sequence + 1
+        if cut is not None:
+            if cut >= missing:
+                self._damaged(name, f"frames {missing} to {cut} are damaged")
+            return cut < missing
+        for frame in stray_frames(buffer, offset, self.seed):
+            if frame.epoch == step.head.epoch and frame.sequence >= missing:
+                self.report.torn_tail = True
+                if frame.durable >= missing:
+                    self._damaged(name, f"frame {missing} is damaged, it had been durable")
+                    return False
+        start = round_up(offset, SECTOR_BYTES)
+        self.report.torn_tail |= any(buffer[start : start + SECTOR_BYTES])
+        return True
+
+    def _enter(self, head: Frame) -> None:
+        self.end = head.link
+        if head.epoch > self.limit_epoch:
+            # That epoch's superblock, older than this frame, already spoke for more.
+            self.limit_epoch, self.image.slab_limit = head.epoch, 0
+
+    def _walk(self, name: str, buffer: memoryview, head: Frame, cut: int | None) -> int:
+        """Apply frames from the HEAD on; return the offset after the last that follows."""
+        link, offset = head.link, head.length
+        while cut is None or link.sequence < cut:
+            frame = find_frame(buffer, offset, link, self.seed)
+            if frame is None and link.sequence < self.end.sequence:
+                # Damaged where the snapshot covers it: go on behind.
+                strays = stray_frames(buffer, offset, self.seed)
+                frame = next((stray for stray in strays if stray.follows == self.end), None)
+            if frame is None or (frame.sequence > self.end.sequence and frame.follows != self.end):
+                break
+            if frame.sequence > self.end.sequence and not self._apply(name, frame):
+                break
+            link, offset = frame.link, frame.offset + frame.length
+        return offset
+
+    def _apply(self, name: str, frame: Frame) -> bool:
+        """Apply a frame whole; return whether it could be understood."""
+        try:
+            records = list(unpack_records(frame.payload))
+            for record in records:
+                self.report.records += self.image.apply(record)
+        except StorageError as error:
+            self._damaged(name, f"frame {frame.sequence}: {error}")
+            return False
+        self.end = frame.link
+        self.report.frames += 1
+        return True
+
+    def _damaged(self, name: str, reason: str) -> None:
+        self.report.damage.append(f"{name}: {reason}")
+
+    def _read(self, name: str, handle: int, size_bytes: int) -> memoryview:
+        """Read a file's start; sectors that cannot be read, tried twice, are zeros and damage."""
+        buffer = memoryview(mmap.mmap(-1, max(size_bytes, 1)))[:size_bytes]
+        for start in range(0, size_bytes, _CHUNK_BYTES):
+            self._read_piece(name, handle, start, buffer[start : start + _CHUNK_BYTES])
+        return buffer
+
+    def _read_piece(self, name: str, handle: int, offset: int, piece: memoryview) -> None:
+        for _ in range(2):
+            try:
+                return self.disk.read_into(handle, offset, piece)
+            except StorageError as error:
+                reason = str(error)
+        if len(piece) > SECTOR_BYTES:
+            half = round_up(len(piece) // 2, SECTOR_BYTES)
+            self._read_piece(name, handle, offset, piece[:half])
+            self._read_piece(name, handle, offset + half, piece[half:])
+        else:
+            piece[:] = bytes(len(piece))
+            self._damaged(name, f"sector {offset // SECTOR_BYTES} cannot be read: {reason}")
+        return None
+
+
+@contextmanager
+def _opened(disk: DiskPort, name: str) -> Iterator[tuple[int, int]]:
+    """Open a file meanwhile: its handle, and its bytes in whole sectors."""
+    handle = disk.open(name)
+    try:
+        yield handle, disk.size_bytes(handle) // SECTOR_BYTES * SECTOR_BYTES
+    finally:
+        disk.release(handle)

@@ -1,0 +1,116 @@
+"""Superblock: which store this is, how often it was opened, which slab ids are spoken for.
+
+Four copies of one sector, 64 KiB apart. Each: magic "TIERDSUP", u32 version,
+u32 zero, store uuid (16), u64 epoch, u64 slab limit, zeros to 4088, u64
+xxh3-64 of all before. Written in two pairs with a sync between, so that a torn
+update leaves two copies that agree, on the old epoch or on the new.
+
+Invariants:
+  the epoch rises by one or more at each write
+  no slab id at or above `slab_limit` was ever given out before this epoch
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections import Counter
+from dataclasses import dataclass
+
+import xxhash
+
+from tierd.disk.ports import DiskPort
+from tierd.errors import NotFound, StorageError
+from tierd.units import KIB, SECTOR_BYTES
+
+NAME = "superblock"
+COPIES = 4
+QUORUM = 2
+COPY_STRIDE_BYTES = 64 * KIB
+SUPERBLOCK_BYTES = COPIES * COPY_STRIDE_BYTES
+_MAGIC = b"TIERDSUP"
+_VERSION = 1
+_FIELDS = struct.Struct("<8sII16sQQ")
+_CHECKSUM_OFFSET = SECTOR_BYTES - 8
+_PADDING = bytes(_CHECKSUM_OFFSET - _FIELDS.size)
+UUID_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """What a copy says."""
+
+    store_uuid: bytes
+    epoch: int
+    slab_limit: int
+
+    def pack(self) -> bytes:
+        """Return one sector."""
+        fields = (_MAGIC, _VERSION, 0, self.store_uuid, self.epoch, self.slab_limit)
+        body = _FIELDS.pack(*fields) + _PADDING
+        return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+
+    @classmethod
+    def unpack(cls, sector: bytes | memoryview) -> Superblock:
+        """Return the superblock in a sector. Raises StorageError on any wrong bit."""
+        view = memoryview(sector)
+        if len(view) != SECTOR_BYTES:
+            raise StorageError("superblock: a copy is cut short")
+        stored = int.from_bytes(view[_CHECKSUM_OFFSET:], "little")
+        if xxhash.xxh3_64_intdigest(view[:_CHECKSUM_OFFSET]) != stored:
+            raise StorageError("superblock: a copy's checksum does not match")
+        magic, version, zero, store_uuid, epoch, slab_limit = _FIELDS.unpack_from(view)
+        if magic != _MAGIC or zero or bytes(view[_FIELDS.size : _CHECKSUM_OFFSET]) != _PADDING:
+            raise StorageError("superblock: a copy of no known form")
+        if version != _VERSION:
+            raise StorageError(f"superblock: format {version}, this is tierd for {_VERSION}")
+        return cls(store_uuid, epoch, slab_limit)
+
+
+def choose(copies: list[Superblock | None]) -> Superblock | None:
+    """Return the newest superblock that two copies agree on, None if there is none."""
+    agreed = [found for found, count in Counter(c for c in copies if c).items() if count >= QUORUM]
+    return max(agreed, key=lambda found: found.epoch, default=None)
+
+
+def read_copies(disk: DiskPort) -> list[Superblock | None]:
+    """Return what each copy says, None for a damaged one. Raises NotFound (no file)."""
+    handle = disk.open(NAME)
+    try:
+        size_bytes = disk.size_bytes(handle)
+        return [_read_copy(disk, handle, n * COPY_STRIDE_BYTES, size_bytes) for n in range(COPIES)]
+    finally:
+        disk.release(handle)
+
+
+def _read_copy(disk: DiskPort, handle: int, offset: int, size_bytes: int) -> Superblock | None:
+    if offset + SECTOR_BYTES > size_bytes:
+        return None
+    sector = memoryview(mmap.mmap(-1, SECTOR_BYTES))
+    for _ in range(2):  # an unreadable sector is tried once more
+        try:
+            disk.read_into(handle, offset, sector)
+            return Superblock.unpack(sector)
+        except StorageError:
+            continue
+    return None
+
+
+def write_superblock(disk: DiskPort, superblock: Superblock) -> None:
+    """Make a newer superblock durable. Raises StorageFull, StorageError."""
+    made = False
+    try:
+        handle = disk.open(NAME)
+    except NotFound:
+        handle, made = disk.create(NAME, SUPERBLOCK_BYTES), True
+    try:
+        sector = memoryview(mmap.mmap(-1, SECTOR_BYTES))
+        sector[:] = superblock.pack()
+        for pair in ((0, 1), (2, 3)):
+            for copy in pair:
+                disk.write(handle, copy * COPY_STRIDE_BYTES, [sector])
+            disk.sync(handle)
+    finally:
+        disk.release(handle)
+    if made:
+        disk.sync_folder("")
