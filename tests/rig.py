@@ -19,7 +19,9 @@ import xxhash
 from tierd.carry import Batch
 from tierd.codec.layout import HEADER_BYTES, page_layout
 from tierd.demotions import DemotionPlan
+from tierd.disk.ledger import Ledger
 from tierd.disk.posix import PosixDisk
+from tierd.disk.simulated import SimulatedDisk
 from tierd.disk.slabfiles import SlabFiles
 from tierd.disk.volatile import VolatileLedger
 from tierd.errors import StorageError
@@ -86,17 +88,24 @@ class Rig:
         self,
         warm_bytes: int = 16 * INT8_BLOCK,
         cold_bytes: int = 1 << 24,
-        disk: MemoryDisk | PosixDisk | None = None,
+        disk: MemoryDisk | PosixDisk | SimulatedDisk | None = None,
+        *,
+        durable: bool = False,
+        first_number: int = 1,
     ) -> None:
         self.clock = FakeClock()
         self._failing_writes = 0
         self.disk = disk or MemoryDisk(fail=self._fault)
-        numbers = itertools.count(1)
-        ledger = VolatileLedger(bytes(range(16)))
+        numbers = itertools.count(first_number)
+        self.ledger: Ledger | VolatileLedger = VolatileLedger(bytes(range(16)))
+        if durable:
+            self.ledger = Ledger.open(
+                self.disk, new_uuid=lambda: bytes(range(16)), clock=self.clock, segment_bytes=65536
+            )
         self.store = Store(
             warm=TierParts(MemfdBacking(), warm_bytes, 1 << 20),
-            cold=TierParts(SlabFiles(self.disk, ledger), cold_bytes, 1 << 20),
-            ledger=ledger,
+            cold=TierParts(SlabFiles(self.disk, self.ledger), cold_bytes, 1 << 20),
+            ledger=self.ledger,
             clock=self.clock,
             new_number=lambda: next(numbers),
         )

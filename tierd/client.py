@@ -445,8 +445,8 @@ class SessionHandle:
         """End the session, if this client still owns it. Idempotent.
 
         It is dropped with all it holds; one that was resumed stays as it was last
-        suspended, unless `discard`. A daemon that is gone, or has closed the session already, is no error:
-        there is nothing left to free.
+        suspended, unless `discard`. A daemon that is gone, or has closed the session
+        already, is no error: there is nothing left to free.
         """
         if not self._open:
             return

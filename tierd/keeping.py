@@ -96,7 +96,7 @@ class Keeper:
                 session.index.set(key.layer, key.block, page)
 
     def claim(self, number: int) -> Session | None:
-        """Return an unclaimed session with every page it has, for its engine; None if there is none.
+        """Return an unclaimed session with all its pages, for its engine; or None.
 
         It is the caller's to enter in the book if it was never kept.
         """

@@ -159,8 +159,10 @@ class Waiters:
             answer.set_exception(error)
 
     def _fail_all(self) -> None:
-        for waiter in (*self.rooms, *self.promotions, *self.parks):
-            self.answer(waiter.answer, DaemonUnavailable("the daemon is stopping"))
+        answers = [room.answer for room in self.rooms]
+        answers += [promotion.answer for promotion in self.promotions]
+        for answer in answers + [park.answer for park in self.parks]:
+            self.answer(answer, DaemonUnavailable("the daemon is stopping"))
         self.rooms.clear()
         self.promotions.clear()
         self.parks.clear()

@@ -34,7 +34,6 @@ from tierd.disk.records import (
     Record,
     Rows,
     SessionRecord,
-    SlabRecord,
     keys_of,
     pack_records,
     record_bytes,
@@ -44,6 +43,7 @@ from tierd.disk.records import (
 from tierd.disk.recovery import Recovered, RecoveryReport, recover
 from tierd.disk.superblock import SUPERBLOCK_BYTES, Superblock, write_superblock
 from tierd.errors import StorageError, StorageFull
+from tierd.types import SlabRecord
 from tierd.units import MIB
 
 if TYPE_CHECKING:
