@@ -55,6 +55,8 @@ def test_flags_win_over_environment_over_file_over_defaults(
         ("warm.slab_bytes", 4097),
         ("cold.slab_bytes", 100),
         ("cold.cap_bytes", -1),
+        ("cold.cap_bytes", 1),
+        ("warm.budget_bytes", "4095"),
         ("cold.ephemeral", 1),
         ("cold.ephemeral", "perhaps"),
         ("cold.folder", 7),

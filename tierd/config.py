@@ -234,6 +234,12 @@ def _check(config: DaemonConfig) -> None:
         if getattr(getattr(config, section), key) <= 0:
             raise ConfigError(f"{name} must be more than zero")
     for name, value in (
+        ("warm.budget_bytes", config.warm.budget_bytes),
+        ("cold.cap_bytes", config.cold.cap_bytes),
+    ):
+        if 0 < value < SECTOR_BYTES:
+            raise ConfigError(f"{name} is {value} bytes, less than any page: {SECTOR_BYTES}")
+    for name, value in (
         ("warm.slab_bytes", config.warm.slab_bytes),
         ("cold.slab_bytes", config.cold.slab_bytes),
     ):

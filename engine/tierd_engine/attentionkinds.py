@@ -27,6 +27,12 @@ _RECURRENT_FIELDS = (
 )  # fmt: skip
 # Of these families a window that is set is used; others have a switch beside it.
 _ALWAYS_SLIDING = frozenset({"mistral", "mixtral", "starcoder2", "phi3", "ministral"})
+# What `unsupported_reason` asks for.
+FIELDS = (
+    "model_type", "is_decoder", "is_encoder_decoder", "kv_lora_rank", "layer_types",
+    *_RECURRENT_FIELDS, "sliding_window", "use_sliding_window", "attention_chunk_size",
+    "attn_logit_softcapping", "text_config", "num_attention_heads", "num_key_value_heads",
+)  # fmt: skip
 
 
 def unsupported_reason(field: Callable[[str], Any], *, resolved: bool = False) -> str | None:

@@ -11,13 +11,13 @@ import importlib.util
 import json
 import os
 import stat
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tierd.errors import InvalidArgument, UnsupportedModel
 from tierd_engine.attentionkinds import unsupported_reason
+from tierd_engine.ggufheader import check_gguf
 
 PACKAGED_MODEL = "SmolLM2-135M-Instruct"
 # The names that transformers' families give to a number, the most common first.
@@ -29,6 +29,7 @@ _SMALL_NUMBERS = (*HEADS, *KV_HEADS, *LAYERS, "head_dim")
 _LARGE_NUMBERS = (
     *HIDDEN, "vocab_size", "intermediate_size", "max_position_embeddings", "n_positions",
 )  # fmt: skip
+NUMBERS = (*_SMALL_NUMBERS, *_LARGE_NUMBERS)
 _SMALL_MAX = 65_535  # as in tierd.types.Geometry
 _LARGE_MAX = 2**31 - 1
 # config.json is some KiB, an index of weights some MiB; more is not one.
@@ -39,13 +40,6 @@ _TOKENIZER_NAMES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json",
 )  # fmt: skip
 _TOKENIZER_SUFFIXES = (".model", ".tiktoken", ".spm")
-_GGUF_MAGIC = b"GGUF"
-_GGUF_VERSIONS = (2, 3)
-_GGUF_HEADER = struct.Struct("<4sIQQ")
-# The least that one entry takes: a key's length, its byte, a type and a one-byte value; a
-# name's length, its byte, the number of dimensions, one dimension, a type and an offset.
-_GGUF_KEY_BYTES_MIN = 8 + 1 + 4 + 1
-_GGUF_TENSOR_BYTES_MIN = 8 + 1 + 4 + 8 + 4 + 8
 
 
 def locate_model(name: str) -> Path:
@@ -113,6 +107,7 @@ def check_folder(path: str | Path) -> None:
             check_gguf(path)
             return
         check_config(path)
+        check_generation_config(path)
         check_tokenizer_files(path)
         check_weight_files(path)
     except OSError as error:
@@ -136,6 +131,17 @@ def check_config(folder: Path) -> dict[str, Any]:
     if problem is not None:
         raise InvalidArgument(f"{folder / 'config.json'}: {problem}")
     return config
+
+
+def check_generation_config(folder: Path) -> None:
+    """Raise InvalidArgument if there is a generation config whose ends are no token ids."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return
+    eos = read_json_object(path).get("eos_token_id")
+    for token in eos if isinstance(eos, list) else [eos]:
+        if token is not None and (not isinstance(token, int) or isinstance(token, bool)):
+            raise InvalidArgument(f"{path}: eos_token_id holds {token!r}, must be whole numbers")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -250,24 +256,3 @@ def _tensor_end(entry: Any) -> int:
     if not (isinstance(start, int) and isinstance(end, int) and 0 <= start <= end):
         raise ValueError("offsets")
     return end
-
-
-def check_gguf(path: Path) -> None:
-    """Raise InvalidArgument if a GGUF file's first bytes are not a header that fits its size."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(_GGUF_HEADER.size)
-    if start[:4] != _GGUF_MAGIC:
-        raise InvalidArgument(f"{path} is no GGUF file: it does not begin with GGUF")
-    if len(start) < _GGUF_HEADER.size:
-        raise InvalidArgument(f"{path} is cut short: it has {size} bytes")
-    _, version, tensors, keys = _GGUF_HEADER.unpack(start)
-    if version not in _GGUF_VERSIONS:
-        raise InvalidArgument(f"{path} is of GGUF version {version}; 2 and 3 can be read")
-    if not tensors or not keys:
-        raise InvalidArgument(f"{path} holds no model: {tensors} tensors, {keys} keys")
-    least = _GGUF_HEADER.size + tensors * _GGUF_TENSOR_BYTES_MIN + keys * _GGUF_KEY_BYTES_MIN
-    if size < least:
-        raise InvalidArgument(
-            f"{path} is cut short: it has {size} bytes and lists {tensors} tensors"
-        )

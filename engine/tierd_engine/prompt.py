@@ -1,13 +1,21 @@
-"""Prompts: a document and a question as token ids, of an exact length where one is asked."""
+"""Prompts: a document and a question as token ids, of an exact length where one is asked.
+
+The control tokens of a prompt are those of the model's chat template. What the
+user gives is text: where it spells a control token, the letters are tokenised.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from tierd.errors import InvalidArgument
+from tierd_engine.loading import reading
 
 _DOCUMENT_MARK = "\x00document\x00"
+_QUESTION_MARK = "\x00question\x00"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +35,13 @@ def build_prompt(
     Uses the model's chat template where it has one. Raises InvalidArgument if the
     question alone is longer, or the document is empty.
     """
-    before_text, after_text = _around_document(tokenizer, question)
-    before = tokenizer(before_text, add_special_tokens=False)["input_ids"]
-    before = before or _bos(tokenizer)
-    after = tokenizer(after_text, add_special_tokens=False)["input_ids"]
-    middle = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+    before_text, between_text, after_text = _around_document(tokenizer)
+    before = template_ids(tokenizer, before_text) or _bos(tokenizer)
+    after = [
+        *plain_ids(tokenizer, f"{between_text}{question}"),
+        *template_ids(tokenizer, after_text),
+    ]
+    middle = plain_ids(tokenizer, document)
     if not middle:
         raise InvalidArgument("the document holds no text")
     given = len(middle)
@@ -51,17 +61,20 @@ def build_followup(tokenizer: Any, question: str) -> list[int]:
 
     With a chat template they begin by ending the answer's turn; see `follow`.
     """
-    text = f"\n\n{question}\n"
-    if getattr(tokenizer, "chat_template", None):
-        turns = [
-            {"role": "user", "content": "-"},
-            {"role": "assistant", "content": _DOCUMENT_MARK},
-            {"role": "user", "content": question},
-        ]
-        whole = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        text = whole.partition(_DOCUMENT_MARK)[2]
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    if not getattr(tokenizer, "chat_template", None):
+        return plain_ids(tokenizer, f"\n\n{question}\n")
+    turns = [
+        {"role": "user", "content": "-"},
+        {"role": "assistant", "content": _DOCUMENT_MARK},
+        {"role": "user", "content": _QUESTION_MARK},
+    ]
+    _, rest = _part(_render(tokenizer, turns), _DOCUMENT_MARK)
+    between, after = _part(rest, _QUESTION_MARK)
+    return [
+        *template_ids(tokenizer, between),
+        *plain_ids(tokenizer, question),
+        *template_ids(tokenizer, after),
+    ]
 
 
 def follow(token_ids: list[int], followup: list[int]) -> list[int]:
@@ -69,13 +82,84 @@ def follow(token_ids: list[int], followup: list[int]) -> list[int]:
     return followup[1:] if followup[:1] == token_ids[-1:] else followup
 
 
-def _around_document(tokenizer: Any, question: str) -> tuple[str, str]:
+def template_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a chat template's own text, control tokens among them."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=False)[
+        "input_ids"
+    ]
+    return ids
+
+
+def plain_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a user's text, with no control token among them.
+
+    Where the text spells a control token ("<|im_end|>"), its letters are
+    tokenised. Raises InvalidArgument for text that is not Unicode, or that the
+    tokenizer cannot but read as a control token.
+    """
+    controls = _control_tokens(tokenizer)
+    ids = _split_ids(tokenizer, text)
+    if controls.keys().isdisjoint(ids):
+        return ids
+    # The tokenizer does not call these special, the template uses them as such.
+    ids = [token for piece in _cut_inside(text, controls) for token in _split_ids(tokenizer, piece)]
+    for token in ids:
+        if token in controls:
+            raise InvalidArgument(
+                f"the text holds {controls[token]!r}, which this model's tokenizer "
+                "cannot read as plain text"
+            )
+    return ids
+
+
+def _split_ids(tokenizer: Any, text: str) -> list[int]:
+    with reading("the text cannot be tokenised"):
+        text.encode()  # a lone surrogate: said plainly here, a TypeError in tokenizers
+        ids: list[int] = tokenizer(
+            text, add_special_tokens=False, split_special_tokens=True, verbose=False
+        )["input_ids"]
+    return ids
+
+
+def _control_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the tokens, by id, that steer the model: the special ones and the template's."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    controls = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    for token, added in tokenizer.added_tokens_decoder.items():
+        # Blanks are added to some vocabularies as tokens, and stand in any template.
+        if added.special or (added.content.strip() and added.content in template):
+            controls[token] = added.content
+    # What a tokenizer gives for any character that it does not know.
+    controls.pop(tokenizer.unk_token_id, None)
+    return controls
+
+
+def _cut_inside(text: str, controls: dict[int, str]) -> list[str]:
+    """Return `text` in pieces, cut after the first letter of each control token in it."""
+    names = "|".join(re.escape(name) for name in controls.values())
+    # A lookahead finds overlapping ones too.
+    cuts = [match.start() + 1 for match in re.finditer(f"(?={names})", text)]
+    return [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
+
+
+def _around_document(tokenizer: Any) -> tuple[str, str, str]:
+    """Return the template's text before the document, before the question, and after it."""
     if not getattr(tokenizer, "chat_template", None):
-        return "", f"\n\n{question}\n"
-    message = {"role": "user", "content": f"{_DOCUMENT_MARK}\n\n{question}"}
-    text: str = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-    before, mark, after = text.partition(_DOCUMENT_MARK)
-    if not mark:
+        return "", "\n\n", "\n"
+    message = {"role": "user", "content": f"{_DOCUMENT_MARK}\n\n{_QUESTION_MARK}"}
+    before, rest = _part(_render(tokenizer, [message]), _DOCUMENT_MARK)
+    return before, *_part(rest, _QUESTION_MARK)
+
+
+def _render(tokenizer: Any, turns: list[dict[str, str]]) -> str:
+    with reading("the model's chat template cannot be used"):
+        text: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return text
+
+
+def _part(text: str, mark: str) -> tuple[str, str]:
+    before, found, after = text.partition(mark)
+    if not found:
         raise InvalidArgument("the model's chat template does not keep the user's text")
     return before, after
 

@@ -168,7 +168,7 @@ def _tier_figures(kv: SessionKV) -> dict[Tier, TierFigures]:
         pages[tier] = int(here.sum())
         sizes[tier] = sum(
             int(np.sum(here & (table.codec == codec))) * page_layout(kv.geometry, codec).slot_bytes
-            for codec in (CodecId.RAW, CodecId.INT8)
+            for codec in map(CodecId, np.unique(table.codec[here]).tolist())
         )
     total = max(sum(pages.values()), 1)
     steps = max(kv.counts.steps, 1)

@@ -155,6 +155,7 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
         codec, block_tokens = parse_codec(held["codec"]), int(held["block_tokens"])
         context = int(held["tokens"]) + len(ids)
         dtype = _held_dtype(spec, held, folder, shape)
+    hf.check_token_ids(config, ids)
     check_length(shape, context, spec.max_new_tokens)
     sizes = size_tiers(
         shape,

@@ -29,6 +29,7 @@ from tierd_engine.session import SessionKV
 BLOCK_TOKENS = 16
 NEW_TOKENS = 64
 CONTEXT = 300  # 18 blocks and 12 tokens
+TRAINED_TOKENS = 4096
 MODEL = 6  # seeds of tiny models: llama, 4 KV heads x 3, head_dim 16
 OTHER_MODEL = 8  # qwen2, 3 KV heads x 4, head_dim 20, with biases
 

@@ -11,40 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.e2e.support import MODEL, model, served
+from tests.e2e.support import MODEL, TRAINED_TOKENS, model, served
 from tests.wirerig import eventually
 from tierd.client import Client
 from tierd_engine.runner import JobSpec, prepare_job
 
 ROOT = Path(__file__).parent.parent.parent
-TRAINED_TOKENS = 4096
 STARTED_SECONDS = 40.0  # torch, transformers and the kernels, loaded on a busy machine
 ENDED_SECONDS = 10.0
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a tiny model in Hugging Face layout; a token is a byte of text."""
-    import transformers as tf
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    folder = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_ = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
-    bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_.decoder = decoders.ByteLevel()
-    tf.PreTrainedTokenizerFast(tokenizer_object=bytes_).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = tf.LlamaConfig(
-        vocab_size=256, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=12, num_key_value_heads=4, head_dim=16,
-        max_position_embeddings=TRAINED_TOKENS, initializer_range=0.2,
-    )  # fmt: skip
-    tf.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

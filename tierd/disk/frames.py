@@ -37,10 +37,14 @@ _ZEROS = bytes(7)
 
 
 class FrameKind(enum.IntEnum):
-    """HEAD: first of a segment. Numbers are on disk: never reuse one."""
+    """HEAD: first of a segment. COPY: of a frame in an older one. Numbers are on disk."""
 
     HEAD = 1
     RECORDS = 2
+    COPY = 3
+
+
+_KINDS = frozenset(FrameKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ def unpack_frame(buffer: memoryview, offset: int, seed: int) -> Frame:
     (checksum,) = _CHECKSUM.unpack_from(buffer, offset + _HEAD.size)
     if _checksum(head, payload, seed) != checksum:
         raise StorageError("a frame's checksum does not match")
-    if zeros != _ZEROS or kind not in (FrameKind.HEAD, FrameKind.RECORDS) or sequence == 0:
+    if zeros != _ZEROS or kind not in _KINDS or sequence == 0:
         raise StorageError("a frame of no known form")
     return Frame(
         offset, length, epoch, sequence, previous, durable, FrameKind(kind), checksum,

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -266,18 +267,17 @@ def _by_session(rows: Rows) -> list[Rows]:
 
 def occupancy_by_slab(rows: Rows) -> dict[int, Occupancy]:
     """Return the slots in use of every slab that `rows` name."""
+    if not len(rows):
+        return {}
     places = (rows["slab"].astype(np.uint64) << np.uint64(32)) | rows["slot"]
     order = np.argsort(places)
     places, generations = places[order], rows["generation"][order]
     slabs = (places >> np.uint64(32)).astype(np.uint32)
-    starts = np.flatnonzero(
-        np.concatenate([np.ones(min(len(slabs), 1), bool), slabs[1:] != slabs[:-1]])
-    )
-    ends = [*starts[1:].tolist(), len(slabs)]
     slots = places.astype(np.uint32)
+    cuts = [0, *(np.flatnonzero(slabs[1:] != slabs[:-1]) + 1).tolist(), len(slabs)]
     return {
         int(slabs[start]): Occupancy(slots[start:end], generations[start:end])
-        for start, end in zip(starts.tolist(), ends, strict=True)
+        for start, end in itertools.pairwise(cuts)
     }
 
 

@@ -6,6 +6,7 @@ Invariants:
   only the newest segment may hold frames that are not durable
   a sector is written once, but for a segment given up after a failed write
   a HEAD frame says what it follows: frames beyond that in older segments do not count
+  frames that follow a HEAD are durable only after it; copies of older ones only before
   after a failed sync nothing is written any more
 """
 
@@ -30,6 +31,7 @@ from tierd.units import KIB, MIB, SECTOR_BYTES, round_up
 FOLDER = "journal"
 SEGMENT_BYTES = 64 * MIB
 SEGMENT_BYTES_MIN = 64 * KIB
+GROUP_BYTES_MAX = FRAME_BYTES_MAX  # what one write takes, and the buffer it needs
 
 
 def segment_name(number: int) -> str:
@@ -72,6 +74,7 @@ class Journal:
         epoch: int,
         end: Link,
         found: Sequence[Segment],
+        next_number: int,
         segment_bytes: int,
     ) -> None:
         assert segment_bytes >= SEGMENT_BYTES_MIN and segment_bytes % SECTOR_BYTES == 0
@@ -85,8 +88,8 @@ class Journal:
         self._handle = 0  # 0: no segment is open
         self._usable = False  # whether the open segment may be written into
         self._offset = 0
-        self._next_number = max((s.number for s in found), default=0) + 1
-        self._scratch = mmap.mmap(-1, MIB)
+        self._next_number = next_number
+        self._scratch = mmap.mmap(-1, GROUP_BYTES_MAX)
 
     @property
     def size_bytes(self) -> int:
@@ -94,10 +97,11 @@ class Journal:
         return sum(segment.size_bytes for segment in self.segments)
 
     def append(self, payloads: Sequence[bytes]) -> None:
-        """Write one group: a frame a payload. Raises StorageFull, StorageError.
+        """Write one group: a frame a payload.
 
         A failed write is tried once more in a new segment. After an error
-        nothing of the group counts, and it may be appended again.
+        nothing of the group counts, and it may be appended again. Raises
+        StorageFull, StorageError.
         """
         self._refuse_if_failed()
         before = self.end
@@ -114,44 +118,55 @@ class Journal:
                 raise
 
     def _append(self, payloads: Sequence[bytes]) -> None:
+        if not self._usable:
+            self.rotate()
         group: list[bytes] = []
         group_bytes = 0
         for payload in payloads:
             frame_bytes = FRAME_HEADER_BYTES + len(payload)
-            if self._usable and self._room_bytes < group_bytes + frame_bytes:
+            full = self.segment_bytes - self._offset < group_bytes + frame_bytes
+            if full or group_bytes + frame_bytes > GROUP_BYTES_MAX:
                 self._write_group(group)
                 group, group_bytes = [], 0
+            if full:
                 self.rotate()
-            if not self._usable:
-                self.rotate()
-            frame, self.end = self._pack(FrameKind.RECORDS, payload)
-            group.append(frame)
+            group.append(self._pack(FrameKind.RECORDS, payload))
             group_bytes += frame_bytes
         self._write_group(group)
 
-    @property
-    def _room_bytes(self) -> int:
-        return self.segment_bytes - self._offset
-
-    def _pack(self, kind: FrameKind, payload: bytes) -> tuple[bytes, Link]:
-        return pack_frame(
+    def _pack(self, kind: FrameKind, payload: bytes) -> bytes:
+        """Return the next frame, the chain's end from now on."""
+        frame, self.end = pack_frame(
             kind, payload, self.end, epoch=self.epoch, durable=self.durable, seed=self._seed
         )
+        return frame
 
     def _write_group(self, group: Sequence[bytes]) -> None:
-        if not group:
-            return
-        data = b"".join(group)
-        size_bytes = round_up(len(data), SECTOR_BYTES)
-        if size_bytes > len(self._scratch):
-            self._scratch = mmap.mmap(-1, size_bytes)
-        buffer = memoryview(self._scratch)[:size_bytes]
-        buffer[: len(data)] = data
-        buffer[len(data) :] = bytes(size_bytes - len(data))
-        self._disk.write(self._handle, self._offset, [buffer])
+        """Write frames at the next sector."""
+        size_bytes = self._write(self._offset, b"".join(group))
         self._offset += size_bytes
-        self.written_bytes += size_bytes
         self.segments[-1].last = self.end.sequence
+
+    def _write(self, offset: int, data: bytes) -> int:
+        """Write bytes, padded with zeros to whole sectors; return how many that are."""
+        for start in range(0, len(data), GROUP_BYTES_MAX):
+            piece = data[start : start + GROUP_BYTES_MAX]
+            padded = round_up(len(piece), SECTOR_BYTES)
+            buffer = memoryview(self._scratch)[:padded]
+            buffer[: len(piece)] = piece
+            buffer[len(piece) :] = bytes(padded - len(piece))
+            self._disk.write(self._handle, offset + start, [buffer])
+        size_bytes = round_up(len(data), SECTOR_BYTES)
+        self.written_bytes += size_bytes
+        return size_bytes
+
+    def begin(self, tail: Sequence[bytes]) -> None:
+        """Begin this epoch's first segment, `tail` in it: payloads said before, not yet durable.
+
+        Raises StorageFull, StorageError.
+        """
+        assert not self.failed and self._handle == 0
+        self._begin_segment(tail)
 
     def rotate(self) -> None:
         """Begin a new segment, durable before anything else is in it.
@@ -160,13 +175,27 @@ class Journal:
         """
         self.sync()
         self.close()
+        self._begin_segment([])
+
+    def _begin_segment(self, tail: Sequence[bytes]) -> None:
         number, before = self._next_number, self.end
-        self._handle = self._disk.create(segment_name(number), self.segment_bytes)
-        self._next_number, self._offset = number + 1, 0
-        self.segments.append(Segment(number, self.segment_bytes, before.sequence))
+        head = self._pack(FrameKind.HEAD, head_payload(number))
+        copies = b"".join(self._pack(FrameKind.COPY, payload) for payload in tail)
+        needed_bytes = round_up(SECTOR_BYTES + len(copies), SECTOR_BYTES)
+        size_bytes = max(self.segment_bytes, needed_bytes)
         try:
-            head, self.end = self._pack(FrameKind.HEAD, head_payload(number))
-            self._write_group([head])
+            self._handle = self._disk.create(segment_name(number), size_bytes)
+        except StorageError:
+            self._give_up_segment(before)
+            raise
+        self._next_number, self._offset = number + 1, needed_bytes
+        self.segments.append(Segment(number, size_bytes, self.end.sequence))
+        try:
+            # The HEAD puts an end to what it follows: it comes when all that follows it is there.
+            if copies:
+                self._write(SECTOR_BYTES, copies)
+                self._sync_durably(lambda: self._disk.sync(self._handle))
+            self._write(0, head)
             self._sync_durably(lambda: self._disk.sync(self._handle))
             self._sync_durably(lambda: self._disk.sync_folder(FOLDER))
         except StorageError:

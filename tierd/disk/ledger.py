@@ -78,7 +78,7 @@ class Ledger:
         self._journal = Journal(
             disk,
             store_uuid=self.store_uuid, epoch=self.epoch, end=found.end, found=found.segments,
-            segment_bytes=segment_bytes,
+            next_number=found.next_segment, segment_bytes=segment_bytes,
         )  # fmt: skip
         self._snapshots = list(found.snapshots)  # newest last
         self._part_bytes = journals.payload_bytes_max(segment_bytes) // 2
@@ -118,8 +118,8 @@ class Ledger:
         return ledger
 
     def _begin(self, found: Recovered) -> None:
-        """Start the epoch's segment; what recovery left out is left out for ever."""
-        self._journal.rotate()
+        """Start the epoch's segment: what may not be durable, then what recovery left out."""
+        self._journal.begin(found.tail)
         pruned = found.pruned
         for session, keys in pruned.drops:
             self._drop_keys(session, keys)

@@ -8,14 +8,18 @@ these have gone, so that no later start sees them again.
 Where the journal ends: at the first frame that does not follow. If a frame
 beyond it says that the missing one was durable, it is damage and reported as
 such; if not, it is the torn end of a crash, and nothing acknowledged is lost.
+
+Frames that no later frame calls durable may stand in the page cache alone,
+after a kill or a failed sync: `tail`, which the ledger writes once more.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tierd.disk import journal, prune, snapshot, superblock
@@ -56,6 +60,7 @@ class RecoveryReport:
     rows: int = 0  # in the index at the end
     torn_tail: bool = False
     damage: list[str] = field(default_factory=list)
+    repaired: list[str] = field(default_factory=list)
     dropped_files: list[str] = field(default_factory=list)
     missing_slabs: list[int] = field(default_factory=list)
     dropped_pages: int = 0
@@ -70,8 +75,10 @@ class Recovered:
     epoch: int  # highest seen
     next_slab: int
     image: Image
-    end: Link
+    end: Link  # of what is known to be durable
+    tail: list[bytes]  # payloads of what follows, in the image already
     segments: list[Segment]
+    next_segment: int
     snapshots: list[SnapshotFile]  # newest last
     leftovers: list[str]  # files that nothing needs
     pruned: prune.Pruned  # left out of the image; the ledger says so first
@@ -115,7 +122,8 @@ def find_superblock(disk: DiskPort, report: RecoveryReport) -> superblock.Superb
     if chosen is not None:
         bad = [str(number) for number, copy in enumerate(copies) if copy is None]
         if bad:
-            report.damage.append(f"superblock: damaged copies {', '.join(bad)} of 0 to 3")
+            # As an update that a crash cut short leaves them; the next update mends them.
+            report.repaired.append(f"superblock: copies {', '.join(bad)} of 0 to 3")
     return chosen
 
 
@@ -131,8 +139,11 @@ class _Recovery:
         self.seed = 0
         self.end = ORIGIN
         self.epoch = 0
+        self.proven = ORIGIN
+        self.tail: deque[tuple[Link, bytes]] = deque()  # beyond `proven`; a HEAD has no payload
         self.limit_epoch = 0  # of the records that the image's slab limit is from
         self.steps: list[_Step] = []
+        self.next_segment = 1  # above every file, with a HEAD or without
 
     @contextmanager
     def _timed(self, step: str) -> Iterator[None]:
@@ -157,8 +168,9 @@ class _Recovery:
             pruned = prune.prune(self.image, slabs)
             self._note(pruned, slabs)
         return Recovered(
-            self.store_uuid, self.epoch, self._next_slab(found, slabs), self.image, self.end,
-            segments, snapshots, self.leftovers, pruned, self.report,
+            self.store_uuid, self.epoch, self._next_slab(found, slabs), self.image, self.proven,
+            [payload for _, payload in self.tail if payload], segments, self.next_segment,
+            snapshots, self.leftovers, pruned, self.report,
         )  # fmt: skip
 
     def _note(self, pruned: prune.Pruned, slabs: set[int]) -> None:
@@ -203,6 +215,7 @@ class _Recovery:
                 self.leftovers.append(names.pop())
                 continue
             self.image, self.end = read.image, read.header.end
+            self.proven = self.end  # the journal is synced before a snapshot is written
             self.epoch = max(self.epoch, read.header.epoch)
             self.limit_epoch = read.header.epoch
             self.report.snapshot = name
@@ -228,6 +241,7 @@ class _Recovery:
             with _opened(self.disk, name) as (handle, size_bytes):
                 first = self._read(name, handle, min(size_bytes, SECTOR_BYTES))
                 number = journal.segment_number(name)
+                self.next_segment = max(self.next_segment, number + 1)
                 try:
                     head = unpack_frame(first, 0, self.seed)
                     if head.kind != FrameKind.HEAD or head.payload != journal.head_payload(number):
@@ -239,8 +253,10 @@ class _Recovery:
         return sorted(steps, key=lambda step: (step.head.epoch, step.number))
 
     def _headless(self, name: str, buffer: memoryview, reason: str) -> None:
-        """A HEAD is durable before anything else is written: frames without one are damage."""
+        """A HEAD is durable before anything but copies is written: other frames are damage."""
         for frame in stray_frames(buffer, 0, self.seed):
+            if frame.kind == FrameKind.COPY:
+                continue
             self.report.damage.append(f"{name}: {reason}, and holds frame {frame.sequence}")
             break
         self.leftovers.append(name)
@@ -256,7 +272,8 @@ class _Recovery:
                 broken = not self._replay_segment(step, cut)
             last = self.end.sequence if cut is None else cut
             segments.append(Segment(step.number, step.size_bytes, last))
-        return segments
+        # What is beyond the proven end will stand in a new segment.
+        return [replace(s, last=min(s.last, self.proven.sequence)) for s in segments]
 
     def _replay_segment(self, step: _Step, cut: int | None) -> bool:
         """Apply a segment's frames up to sequence `cut`; return whether all of them are there."""
@@ -285,8 +302,15 @@ class _Recovery:
         self.report.torn_tail |= any(buffer[start : start + SECTOR_BYTES])
         return True
 
+    def _advance(self, frame: Frame) -> None:
+        """Take a frame as the journal's end; it may call frames before it durable."""
+        while self.tail and self.tail[0][0].sequence <= frame.durable:
+            self.proven = self.tail.popleft()[0]
+        self.tail.append((frame.link, b"" if frame.kind == FrameKind.HEAD else frame.payload))
+        self.end = frame.link
+
     def _enter(self, head: Frame) -> None:
-        self.end = head.link
+        self._advance(head)
         if head.epoch > self.limit_epoch:
             # That epoch's superblock, older than this frame, already spoke for more.
             self.limit_epoch, self.image.slab_limit = head.epoch, 0
@@ -316,7 +340,7 @@ class _Recovery:
         except StorageError as error:
             self._damaged(name, f"frame {frame.sequence}: {error}")
             return False
-        self.end = frame.link
+        self._advance(frame)
         self.report.frames += 1
         return True
 

@@ -16,16 +16,18 @@ from typing import Any
 
 from numba import njit
 
-KERNEL_SOURCES = ("compiling.py", "kernel.py", "merging.py", "simd.py", "team.py")
+KERNEL_SOURCES = (
+    "compiling.py", "fourbit.py", "kernel.py", "merging.py", "simd.py", "team.py", "tile.py",
+)  # fmt: skip
 
 # A step is compiled into a kernel and never called from Python: it needs no wrappers.
 # Division is the machine's: a kernel raises nothing.
 # `inlined` is for what stands in a loop over vectors: a call there would spill every register.
-_STEP: dict[str, Any] = {
+STEP: dict[str, Any] = {
     "no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"
 }  # fmt: skip
-step = njit(**_STEP)
-inlined = njit(**_STEP, forceinline=True)
+step = njit(**STEP)
+inlined = njit(**STEP, forceinline=True)
 
 
 @functools.cache

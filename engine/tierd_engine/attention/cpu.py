@@ -18,18 +18,24 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from tierd.codec.layout import PageLayout
+from tierd.codec.layout import TILE_LANES, PageLayout
 from tierd.types import CodecId, DType
 from tierd.units import CACHE_LINE_BYTES, round_up
 from tierd_engine.attention import kernel
 from tierd_engine.attention.merging import MERGE_SCRATCH_BYTES, merge_function
-from tierd_engine.attention.simd import BFLOAT16, FLOAT16, FLOAT32, NARROW, UINT8
+from tierd_engine.attention.simd import BFLOAT16, E4M3, FLOAT16, FLOAT32, NARROW, UINT8
 from tierd_engine.attention.team import prepare_team, run_team
 
 Float32Array = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 
 _RAW_KINDS = {DType.FLOAT32: FLOAT32, DType.BFLOAT16: BFLOAT16, DType.FLOAT16: FLOAT16}
+_KINDS = {
+    CodecId.INT8: UINT8,
+    CodecId.K8V4: kernel.K8V4,
+    CodecId.INT4: kernel.INT4,
+    CodecId.FP8: E4M3,
+}
 
 _F32, _I32, _I64 = (np.dtype(kind) for kind in (np.float32, np.int32, np.int64))
 _CALL_FIELDS = len(kernel.CALL_FIELDS)
@@ -152,8 +158,10 @@ def prepare(layout: PageLayout, heads: int) -> None:
 
 
 def _constants(layout: PageLayout, heads: int, n: int) -> tuple[int, int, int]:
-    kind = UINT8 if layout.codec is CodecId.INT8 else _RAW_KINDS[layout.dtype]
+    kind = _KINDS.get(layout.codec, _RAW_KINDS[layout.dtype])
     lanes = kernel.WIDE if layout.block_tokens >= kernel.WIDE else NARROW
+    if layout.codec is CodecId.INT4:
+        lanes = min(TILE_LANES, layout.block_tokens)  # those of a tile of keys
     return kind, _rows_at_once(heads // layout.kv_heads, n), lanes
 
 

@@ -5,32 +5,40 @@ taken 1 to 4 at a time: as many as keep a tile of accumulators, 64 lanes each,
 in registers. One pass over the keys gives the scores, one over the values the
 output; encoded bytes are widened in registers and never stored.
 
-    int8  key = zero_c + scale_c code_jc    score_j = q·zero + sum_c (q_c scale_c) code_jc
-          value = zero_j + scale_j code_jc  o_c = sum_j w_j zero_j + sum_j (w_j scale_j) code_jc
-    raw   one dot product a token for the scores; the same sum for the values
+    int8   key = zero_c + scale_c code_jc    score_j = q·zero + sum_c (q_c scale_c) code_jc
+           value = zero_j + scale_j code_jc  o_c = sum_j w_j zero_j + sum_j (w_j scale_j) code_jc
+    fp8    the same, without zeros
+    4 bit  the same sums over lines of codes: `fourbit`
+    raw    one dot product a token for the scores; the same sum for the values
 
 Scores are in base 2 (log2 e is folded into q); lse leaves as natural logarithm.
 A task (page, KV head) is computed by one thread in a fixed order, so results do
 not depend on how many threads there are or on which of them ran it.
 
-A kernel is made once per (kind of element, rows) and compiled on first use.
+A kernel is made once per (kind of page, rows, lanes) and compiled on first use. Kinds of
+page are the elements' own, and two more for pages with 4-bit parts.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from numba import types
+from numba.extending import overload
 
 from tierd.codec.intrinsics import as_array
 from tierd.codec.layout import PageLayout
 from tierd.units import CACHE_LINE_BYTES, round_up
-from tierd_engine.attention.compiling import compile_cached, inlined, step
+from tierd_engine.attention import fourbit
+from tierd_engine.attention.compiling import STEP, compile_cached, step
 from tierd_engine.attention.simd import (
+    E4M3,
+    E4M3_UNIT,
     FLOAT16,
     FLOAT32,
     NARROW,
@@ -38,11 +46,10 @@ from tierd_engine.attention.simd import (
     Const,
     ConstType,
     add,
-    add_outer,
-    add_products,
     element_bytes,
     exp2,
     fetch_add,
+    fetch_ahead,
     fma,
     keep_first,
     load,
@@ -55,28 +62,34 @@ from tierd_engine.attention.simd import (
     maximum,
     multiply,
     number,
-    prefetch,
+    prefetch_lines,
     splat,
-    splat_rows,
     store,
     store_narrow,
-    store_rows,
     store_scalar,
-    store_sums,
     subtract,
     sum_lanes,
-    zero_rows,
     zeros,
+)
+from tierd_engine.attention.tile import (
+    add_outer,
+    add_products,
+    splat_rows,
+    store_rows,
+    store_sums,
+    zero_rows,
 )
 
 ROWS_MAX = 4
 WIDE = 64  # lanes of a tile: four AVX-512 registers
 _WIDE, _NARROW = Const(WIDE), Const(NARROW)
 _UINT8, _FLOAT16, _FLOAT32 = Const(UINT8), Const(FLOAT16), Const(FLOAT32)
-AHEAD_BYTES = 16384  # how far ahead to prefetch: measured best of 4 to 32 KiB; L1 holds 48
+K8V4, INT4 = 16, 17  # kinds of pages beside those of elements
+AHEAD_BYTES_MAX = 16384  # how far ahead to prefetch: measured best of 4 to 32 KiB; L1 holds 48
 _LOG2_E = np.float32(1.4426950408889634)
 _LN_2 = 0.6931471805599453
 _MINUS_INF = np.float32(-np.inf)
+_E4M3_UNIT = np.float32(E4M3_UNIT)
 _ZERO = np.float32(0.0)
 
 # One call's arguments. The first two lines change with each call: absolute addresses, then
@@ -87,33 +100,39 @@ CALL_FIELDS = (
     "pages", "batch",
 )  # fmt: skip
 _FIELDS = (
-    *CALL_FIELDS, "heads", "kv_heads", "share", "rows", "head_dim", "group_tokens",
-    "folded", "output", "weights", "stats", "q_stride", "weight_stride", "scratch_bytes",
+    *CALL_FIELDS, "heads", "kv_heads", "share", "rows", "head_dim", "block_tokens",
+    "group_tokens", "ahead", "folded", "output", "weights", "scaled", "stats", "q_stride",
+    "weight_stride", "scratch_bytes",
     "keys", "values", "key_scale", "key_zero", "value_scale", "value_zero", "head_bytes",
 )  # fmt: skip
 JOB = np.dtype([(name, np.int64) for name in _FIELDS] + [("scale", np.float64)])
-_LAYOUT_FIELDS = (*_FIELDS[_FIELDS.index("keys") :], "kv_heads", "head_dim", "group_tokens")
-_TOPS, _TOTALS = 16, 32  # stats: four floats each of initial, top, total
+_LAYOUT_FIELDS = (
+    *_FIELDS[_FIELDS.index("keys") :], "kv_heads", "head_dim", "block_tokens", "group_tokens",
+)  # fmt: skip
+_TOPS, _TOTALS = 32, 48  # stats: eight floats of initial, four each of top and total
 
 
 def make_job(layout: PageLayout, heads: int, n: int) -> npt.NDArray[np.void]:
     """Return a [1] array of JOB for n queries, filled in but for CALL_FIELDS and scale.
 
-    A worker's scratch holds ROWS_MAX rows each of q, of q folded with key scales,
-    of output, and of weights.
+    A worker's scratch holds ROWS_MAX rows each of q, of output and of weights, and twice
+    as many of q folded with key scales and of weights scaled: 4-bit codes have two scales a row.
     """
     job = np.zeros(1, dtype=JOB)
     for name in _LAYOUT_FIELDS:
         job[name] = getattr(layout, name)
     share = heads // layout.kv_heads
     job["heads"], job["share"], job["rows"] = heads, share, n * share
+    # No further than a part is long: what is read next begins at the next part's start.
+    job["ahead"] = min(AHEAD_BYTES_MAX, *layout.part_bytes[:2])
     q_stride = 4 * round_up(layout.head_dim, WIDE)
     weight_stride = 4 * round_up(layout.block_tokens, WIDE)
     job["q_stride"], job["weight_stride"] = q_stride, weight_stride
     job["folded"] = ROWS_MAX * q_stride
-    job["output"] = 2 * ROWS_MAX * q_stride
-    job["weights"] = 3 * ROWS_MAX * q_stride
-    job["stats"] = 3 * ROWS_MAX * q_stride + ROWS_MAX * weight_stride
+    job["output"] = job["folded"] + 2 * ROWS_MAX * q_stride
+    job["weights"] = job["output"] + ROWS_MAX * q_stride
+    job["scaled"] = job["weights"] + ROWS_MAX * weight_stride
+    job["stats"] = job["scaled"] + 2 * ROWS_MAX * weight_stride
     job["scratch_bytes"] = job["stats"] + CACHE_LINE_BYTES
     return job
 
@@ -170,20 +189,11 @@ def _store_outputs(rows: Any, job: Any, page: Any, head: Any, row: Any, scratch:
         store_scalar(np.float32(lse), job.lse + 4 * at)
 
 
-@inlined
-def _fetch_ahead(at: Any, part_end: Any, next_part: Any, size: Any) -> None:
-    """Prefetch what is read soon after `at`: what follows it, or the next part's start."""
-    target = at + AHEAD_BYTES
-    if target >= part_end:
-        target += next_part - part_end
-    for line in range(0, size, CACHE_LINE_BYTES):
-        prefetch(target + line)
-
-
 @step
 def _weighted_sum(
-    kind: Any, rows: Any, lanes: Any, matrix: Any, row_bytes: Any, count: Any, weights: Any,
-    stride: Any, initial: Any, result: Any, result_stride: Any, part_end: Any, next_part: Any,
+    kind: Any, rows: Any, lanes: Any, ahead: Any, matrix: Any, row_bytes: Any, count: Any,
+    weights: Any, stride: Any, initial: Any, result: Any, result_stride: Any, part_end: Any,
+    next_part: Any,
 ) -> None:  # fmt: skip
     """result[r] = initial[r] + sum_i w[r][i] matrix[i][0:lanes], for a row-major matrix.
 
@@ -194,7 +204,7 @@ def _weighted_sum(
     size = number(lanes) * element_bytes(kind)
     for i in range(count):
         row = matrix + i * row_bytes
-        _fetch_ahead(row, part_end, next_part, size)
+        fetch_ahead(row, ahead, part_end, next_part, size)
         tile = add_outer(tile, weights + 4 * i, stride, load(kind, lanes, row))
     store_rows(tile, result, result_stride)
 
@@ -213,32 +223,37 @@ def _weighted_tail(
 
 
 @step
-def _fold(rows: Any, job: Any, base: Any, group: Any, scratch: Any) -> None:
-    """folded[r][c] = q[r][c] * scale[c]; initial[r] = q[r]·zero; for a group of int8 keys."""
+def _fold(kind: Any, rows: Any, job: Any, base: Any, group: Any, scratch: Any) -> None:
+    """folded[r][c] = q[r][c] * scale[c]; initial[r] = q[r]·zero; for a group of 8-bit keys."""
     d = job.head_dim
     scales = base + job.key_scale + 2 * d * group
     offsets = base + job.key_zero + 2 * d * group
     constants = zero_rows(rows, NARROW)
     for c in range(0, d, NARROW):
         scale = load_narrow(_FLOAT16, scales + 2 * c, d - c)
-        zero = load_narrow(_FLOAT16, offsets + 2 * c, d - c)
-        constants = add_products(constants, scratch + 4 * c, job.q_stride, zero)
+        if number(kind) == E4M3:
+            scale = multiply(scale, splat(NARROW, _E4M3_UNIT))
+        else:
+            zero = load_narrow(_FLOAT16, offsets + 2 * c, d - c)
+            constants = add_products(constants, scratch + 4 * c, job.q_stride, zero)
         folded = add_products(zero_rows(rows, NARROW), scratch + 4 * c, job.q_stride, scale)
         store_rows(folded, scratch + job.folded + 4 * c, job.q_stride)
     store_sums(constants, scratch + job.stats, 4)
 
 
 @step
-def _scores_int8(rows: Any, lanes: Any, job: Any, base: Any, seen: Any, scratch: Any) -> None:
+def _scores_8_bit(
+    kind: Any, rows: Any, lanes: Any, job: Any, base: Any, seen: Any, scratch: Any
+) -> None:
     d, size = job.head_dim, job.group_tokens
     for group in range((seen + size - 1) // size):
-        _fold(rows, job, base, group, scratch)
+        _fold(kind, rows, job, base, group, scratch)
         codes = base + job.keys + group * size * d
         result = scratch + job.weights + 4 * group * size
         for j in range(0, size, number(lanes)):
             _weighted_sum(
-                _UINT8, rows, lanes, codes + j, size, d, scratch + job.folded, job.q_stride,
-                scratch + job.stats, result + 4 * j, job.weight_stride,
+                kind, rows, lanes, job.ahead, codes + j, size, d, scratch + job.folded,
+                job.q_stride, scratch + job.stats, result + 4 * j, job.weight_stride,
                 base + job.values, base + job.values,
             )  # fmt: skip
 
@@ -249,7 +264,7 @@ def _scores_raw(kind: Any, rows: Any, job: Any, base: Any, seen: Any, scratch: A
     whole = d - d % NARROW
     for j in range(seen):
         key = base + job.keys + size * d * j
-        _fetch_ahead(key, base + job.values, base + job.values, size * d)
+        fetch_ahead(key, job.ahead, base + job.values, base + job.values, size * d)
         tile = zero_rows(rows, NARROW)
         for c in range(0, whole, NARROW):
             k = load(kind, NARROW, key + size * c)
@@ -265,7 +280,7 @@ def _softmax(
     kind: Any, rows: Any, lanes: Any, job: Any, base: Any, page: Any, row: Any, seen: Any,
     scratch: Any,
 ) -> None:  # fmt: skip
-    """Scores to weights; for int8 initial[r] = sum_j w_j zero_j, then w_j *= scale_j."""
+    """Scores to weights; for 8-bit values initial[r] = sum_j w_j zero_j, then w_j *= scale_j."""
     for r in range(number(rows)):
         weights = scratch + job.weights + r * job.weight_stride
         count = _visible(job, page, row + r) if row + r < job.rows else 0
@@ -282,13 +297,17 @@ def _softmax(
         for j in range(0, seen, number(lanes)):
             w = exp2(subtract(load(FLOAT32, lanes, weights + 4 * j), splat(lanes, top)))
             totals = add(totals, w)
-            if number(kind) == UINT8:
-                zero = load(FLOAT16, lanes, base + job.value_zero + 2 * j)
+            if number(kind) == UINT8 or number(kind) == E4M3:
                 scale = load(FLOAT16, lanes, base + job.value_scale + 2 * j)
                 if j + number(lanes) > seen:  # what lies beyond the valid tokens may be NaN
-                    zero = keep_first(zero, seen - j, _ZERO)
                     scale = keep_first(scale, seen - j, _ZERO)
-                offsets = fma(w, zero, offsets)
+                if number(kind) == E4M3:
+                    scale = multiply(scale, splat(lanes, _E4M3_UNIT))
+                else:
+                    zero = load(FLOAT16, lanes, base + job.value_zero + 2 * j)
+                    if j + number(lanes) > seen:
+                        zero = keep_first(zero, seen - j, _ZERO)
+                    offsets = fma(w, zero, offsets)
                 w = multiply(w, scale)
             store(w, weights + 4 * j)
         stats = scratch + job.stats + 4 * r
@@ -298,28 +317,27 @@ def _softmax(
 
 
 @step
-def _values(
+def _values_by_row(
     kind: Any, rows: Any, job: Any, base: Any, seen: Any, following: Any, scratch: Any
 ) -> None:
     d, size = job.head_dim, element_bytes(kind)
     weights, stride = scratch + job.weights, job.weight_stride
     values_end = base + job.head_bytes
-    if number(kind) == UINT8:
+    if number(kind) == UINT8 or number(kind) == E4M3:
         values_end = base + job.key_scale
-        for at in range(following + job.key_scale, following + job.head_bytes, CACHE_LINE_BYTES):
-            prefetch(at)
+        prefetch_lines(following + job.key_scale, following + job.head_bytes)
     c = 0
     while c + WIDE <= d:
         _weighted_sum(
-            kind, rows, _WIDE, base + job.values + size * c, size * d, seen, weights, stride,
-            scratch + job.stats, scratch + job.output + 4 * c, job.q_stride,
+            kind, rows, _WIDE, job.ahead, base + job.values + size * c, size * d, seen,
+            weights, stride, scratch + job.stats, scratch + job.output + 4 * c, job.q_stride,
             values_end, following + job.keys,
         )  # fmt: skip
         c += WIDE
     while c + NARROW <= d:
         _weighted_sum(
-            kind, rows, _NARROW, base + job.values + size * c, size * d, seen, weights, stride,
-            scratch + job.stats, scratch + job.output + 4 * c, job.q_stride,
+            kind, rows, _NARROW, job.ahead, base + job.values + size * c, size * d, seen,
+            weights, stride, scratch + job.stats, scratch + job.output + 4 * c, job.q_stride,
             values_end, following + job.keys,
         )  # fmt: skip
         c += NARROW
@@ -328,6 +346,49 @@ def _values(
             kind, rows, d - c, base + job.values + size * c, size * d, seen, weights, stride,
             scratch + job.stats, scratch + job.output + 4 * c, job.q_stride,
         )  # fmt: skip
+
+
+def _scores(kind: Any, rows: Any, lanes: Any, job: Any, base: Any, seen: Any, scratch: Any) -> None:
+    """Write q·k of the first `seen` tokens, at least, to the rows of weights."""
+    raise NotImplementedError("which steps a kind takes is chosen when its kernel is compiled")
+
+
+# Not strict: an implementation without annotations would count as another signature.
+@overload(_scores, jit_options=STEP, strict=False)
+def _choose_scores(
+    kind: Any, rows: Any, lanes: Any, job: Any, base: Any, seen: Any, scratch: Any
+) -> Callable[..., None]:
+    if kind.value == INT4:
+        return lambda kind, rows, lanes, job, base, seen, scratch: fourbit.scores(
+            rows, lanes, job, base, seen, scratch
+        )
+    if kind.value == K8V4:
+        return lambda kind, rows, lanes, job, base, seen, scratch: _scores_8_bit(
+            _UINT8, rows, lanes, job, base, seen, scratch
+        )
+    if kind.value in (UINT8, E4M3):
+        return _scores_8_bit.py_func  # type: ignore[no-any-return]
+    return lambda kind, rows, lanes, job, base, seen, scratch: _scores_raw(
+        kind, rows, job, base, seen, scratch
+    )
+
+
+def _values(
+    kind: Any, rows: Any, job: Any, base: Any, seen: Any, following: Any, scratch: Any
+) -> None:
+    """Write the weighted sum of the first `seen` tokens' values to the rows of output."""
+    raise NotImplementedError("which steps a kind takes is chosen when its kernel is compiled")
+
+
+@overload(_values, jit_options=STEP, strict=False)
+def _choose_values(
+    kind: Any, rows: Any, job: Any, base: Any, seen: Any, following: Any, scratch: Any
+) -> Callable[..., None]:
+    if kind.value in (K8V4, INT4):
+        return lambda kind, rows, job, base, seen, following, scratch: fourbit.values(
+            rows, job, base, seen, following, scratch
+        )
+    return _values_by_row.py_func  # type: ignore[no-any-return]
 
 
 @step
@@ -349,10 +410,7 @@ def _attend_task(
         for r in range(row, min(row + number(rows), job.rows)):
             seen = max(seen, _visible(job, page, r))
         if seen > 0:
-            if number(kind) == UINT8:
-                _scores_int8(rows, lanes, job, base, seen, scratch)
-            else:
-                _scores_raw(kind, rows, job, base, seen, scratch)
+            _scores(kind, rows, lanes, job, base, seen, scratch)
             _softmax(kind, rows, lanes, job, base, page, row, seen, scratch)
             is_last = row + number(rows) >= job.rows
             _values(kind, rows, job, base, seen, following_base if is_last else base, scratch)

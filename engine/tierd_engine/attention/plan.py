@@ -4,14 +4,14 @@ A plan is made from what is hot (the engine knows) and the page table (the
 daemon wrote it), and stays good until either changes. It holds arrays, so
 that a layer costs a few kernel calls and no Python per page.
 
-The order of a layer's pages is fixed: hot, warm raw, warm int8, cold raw,
-cold int8, each by block. So a run repeats bit for bit.
+The order of a layer's pages is fixed: hot, then warm, then cold, these by codec
+and block. So a run repeats bit for bit.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,6 +97,16 @@ def require_published(table: PageTableView, below_hot: IntArray) -> None:
     )
 
 
+def _by_codec(
+    table: PageTableView, layer: int, below_hot: IntArray, tier: Tier
+) -> Iterator[tuple[CodecId, IntArray]]:
+    """Yield the layer's blocks in a tier, codec by codec; none is empty."""
+    blocks = below_hot[table.tier[layer, below_hot] == tier]
+    codecs = table.codec[layer, blocks]
+    for number in np.unique(codecs).tolist():
+        yield CodecId(number), blocks[codecs == number]
+
+
 def warm_runs(
     geometry: Geometry,
     table: PageTableView,
@@ -106,11 +116,7 @@ def warm_runs(
 ) -> tuple[PageRun, ...]:
     """Return the layer's warm pages, one run a codec."""
     runs = []
-    is_warm = table.tier[layer, below_hot] == Tier.WARM
-    for codec in (CodecId.RAW, CodecId.INT8):
-        blocks = below_hot[is_warm & (table.codec[layer, below_hot] == codec)]
-        if not len(blocks):
-            continue
+    for codec, blocks in _by_codec(table, layer, below_hot, Tier.WARM):
         layout = page_layout(geometry, codec)
         slabs = table.slab[layer, blocks]
         unique, inverse = np.unique(slabs, return_inverse=True)
@@ -132,9 +138,7 @@ def cold_units(
 ) -> tuple[ColdUnit, ...]:
     """Return the layer's cold pages in units that fit a staging chunk."""
     units = []
-    is_cold = table.tier[layer, below_hot] == Tier.COLD
-    for codec in (CodecId.RAW, CodecId.INT8):
-        blocks = below_hot[is_cold & (table.codec[layer, below_hot] == codec)]
+    for codec, blocks in _by_codec(table, layer, below_hot, Tier.COLD):
         layout = page_layout(geometry, codec)
         per_unit = chunk_bytes // layout.slot_bytes
         for start in range(0, len(blocks), per_unit):

@@ -20,9 +20,10 @@ from numba import types
 from numba.core.imputils import lower_constant
 from numba.extending import NativeValue, intrinsic, models, register_model, typeof_impl, unbox
 
-from tierd_engine.attention.compiling import sources_digest, step
+from tierd.units import CACHE_LINE_BYTES
+from tierd_engine.attention.compiling import inlined, sources_digest, step
 
-UINT8, FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2, 3  # kinds of elements in memory
+UINT8, FLOAT32, BFLOAT16, FLOAT16, E4M3 = 0, 1, 2, 3, 4  # kinds of elements in memory
 NARROW = 16  # lanes for what a wide tile does not divide
 
 _FLOAT = ir.FloatType()
@@ -33,9 +34,11 @@ _ELEMENTS = {
     FLOAT32: _FLOAT,
     BFLOAT16: ir.IntType(16),
     FLOAT16: ir.HalfType(),
+    E4M3: ir.IntType(8),
 }
-_SUFFIXES = {UINT8: "i8", FLOAT32: "f32", BFLOAT16: "i16", FLOAT16: "f16"}
-_BYTES = {UINT8: 1, FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
+_SUFFIXES = {UINT8: "i8", FLOAT32: "f32", BFLOAT16: "i16", FLOAT16: "f16", E4M3: "i8"}
+_BYTES = {UINT8: 1, FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2, E4M3: 1}
+E4M3_UNIT = 256.0  # a loaded e4m3 element is its number / 256: the factor belongs to its scale
 
 # 2**f on [-0.5, 0.5], degree 6 at Chebyshev nodes: relative error below 2e-8.
 _NODES = np.cos((np.arange(7) + 0.5) * np.pi / 7) * 0.5
@@ -89,7 +92,7 @@ def _lower_const(context: Any, builder: Any, const_type: Any, value: Any) -> Any
     return context.get_dummy_value()
 
 
-def _value(constant: Any) -> int:
+def constant_value(constant: Any) -> int:
     """The number of a Const's type or of a literal int's."""
     is_const = isinstance(constant, ConstType)
     return int(constant.value if is_const else constant.literal_value)
@@ -101,14 +104,14 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, vector, vector.llvm)
 
 
-def _splat(builder: Any, scalar: Any, lanes: int) -> Any:
+def emit_splat(builder: Any, scalar: Any, lanes: int) -> Any:
     vector = ir.VectorType(scalar.type, lanes)
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
     mask = ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes)
     return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), mask)
 
 
-def _filled(number: float, lanes: int) -> Any:
+def emit_filled(number: float, lanes: int) -> Any:
     return ir.Constant(ir.VectorType(_FLOAT, lanes), [number] * lanes)
 
 
@@ -122,18 +125,18 @@ def _call(
     return builder.call(function, args, fastmath=flags)
 
 
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+def emit_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return _call(builder, f"llvm.fmuladd.v{a.type.count}f32", a.type, [a, b, c])
 
 
-def _sum(builder: Any, vector: Any) -> Any:
+def emit_sum(builder: Any, vector: Any) -> Any:
     name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
     return _call(builder, name, _FLOAT, [ir.Constant(_FLOAT, -0.0), vector], ("reassoc",))
 
 
 def _lanes_below(builder: Any, count: Any, lanes: int) -> Any:
     index = ir.Constant(ir.VectorType(_I32, lanes), list(range(lanes)))
-    return builder.icmp_signed("<", index, _splat(builder, builder.trunc(count, _I32), lanes))
+    return builder.icmp_signed("<", index, emit_splat(builder, builder.trunc(count, _I32), lanes))
 
 
 def _as_float32(builder: Any, kind: int, raw: Any) -> Any:
@@ -145,10 +148,15 @@ def _as_float32(builder: Any, kind: int, raw: Any) -> Any:
     if kind == BFLOAT16:
         shift = ir.Constant(wide, [16] * lanes)
         return builder.bitcast(builder.shl(builder.zext(raw, wide), shift), floats)
-    return builder.fpext(raw, floats) if kind == FLOAT16 else raw
+    if kind == E4M3:  # exponent and mantissa, put where float16 has them
+        half = ir.VectorType(ir.IntType(16), lanes)
+        moved = builder.shl(builder.sext(raw, half), ir.Constant(half, [7] * lanes))
+        bits = builder.and_(moved, ir.Constant(half, [0xBFFF] * lanes))
+        raw = builder.bitcast(bits, ir.VectorType(ir.HalfType(), lanes))
+    return raw if kind == FLOAT32 else builder.fpext(raw, floats)
 
 
-def _pointer(builder: Any, address: Any, pointee: Any) -> Any:
+def pointer_to(builder: Any, address: Any, pointee: Any) -> Any:
     return builder.inttoptr(address, pointee.as_pointer())
 
 
@@ -174,7 +182,7 @@ def _greater(builder: Any, a: Any, b: Any) -> Any:
 
 
 def _read(builder: Any, address: Any, element: Any) -> Any:
-    return builder.load(_pointer(builder, address, element), align=4)
+    return builder.load(pointer_to(builder, address, element), align=4)
 
 
 add = _binary(lambda builder, a, b: builder.fadd(a, b))
@@ -194,7 +202,7 @@ def number(typingctx: Any, constant: Any) -> Any:
     """The number of a `Const`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(_I64, _value(constant))
+        return ir.Constant(_I64, constant_value(constant))
 
     return types.int64(constant), codegen
 
@@ -204,7 +212,7 @@ def element_bytes(typingctx: Any, kind: Any) -> Any:
     """Bytes of one element of `kind` in memory."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(_I64, _BYTES[_value(kind)])
+        return ir.Constant(_I64, _BYTES[constant_value(kind)])
 
     return types.int64(kind), codegen
 
@@ -212,10 +220,10 @@ def element_bytes(typingctx: Any, kind: Any) -> Any:
 @intrinsic(prefer_literal=True)
 def zeros(typingctx: Any, lanes: Any) -> Any:
     """A vector of zeros."""
-    vector = Vector(_value(lanes))
+    vector = Vector(constant_value(lanes))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _filled(0.0, vector.lanes)
+        return emit_filled(0.0, vector.lanes)
 
     return vector(lanes), codegen
 
@@ -223,10 +231,10 @@ def zeros(typingctx: Any, lanes: Any) -> Any:
 @intrinsic(prefer_literal=True)
 def splat(typingctx: Any, lanes: Any, scalar: Any) -> Any:
     """A vector whose every lane is the float32 `scalar`."""
-    vector = Vector(_value(lanes))
+    vector = Vector(constant_value(lanes))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _splat(builder, args[1], vector.lanes)
+        return emit_splat(builder, args[1], vector.lanes)
 
     return vector(lanes, types.float32), codegen
 
@@ -234,11 +242,11 @@ def splat(typingctx: Any, lanes: Any, scalar: Any) -> Any:
 @intrinsic(prefer_literal=True)
 def load(typingctx: Any, kind: Any, lanes: Any, address: Any) -> Any:
     """`lanes` elements of `kind` at `address`, as float32."""
-    element, vector = _value(kind), Vector(_value(lanes))
+    element, vector = constant_value(kind), Vector(constant_value(lanes))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         memory = ir.VectorType(_ELEMENTS[element], vector.lanes)
-        raw = builder.load(_pointer(builder, args[2], memory), align=1)
+        raw = builder.load(pointer_to(builder, args[2], memory), align=1)
         return _as_float32(builder, element, raw)
 
     return vector(kind, lanes, types.int64), codegen
@@ -247,12 +255,12 @@ def load(typingctx: Any, kind: Any, lanes: Any, address: Any) -> Any:
 @intrinsic(prefer_literal=True)
 def load_first(typingctx: Any, kind: Any, lanes: Any, address: Any, count: Any) -> Any:
     """As `load`, but only the first `count` elements are read; the other lanes are 0."""
-    element, vector = _value(kind), Vector(_value(lanes))
+    element, vector = constant_value(kind), Vector(constant_value(lanes))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         memory = ir.VectorType(_ELEMENTS[element], vector.lanes)
         mask = _lanes_below(builder, args[3], vector.lanes)
-        pointer = _pointer(builder, args[2], memory)
+        pointer = pointer_to(builder, args[2], memory)
         raw = _call(
             builder, f"llvm.masked.load.v{vector.lanes}{_SUFFIXES[element]}.p0", memory,
             [pointer, ir.Constant(_I32, 1), mask, ir.Constant(memory, None)],
@@ -267,7 +275,7 @@ def store(typingctx: Any, value: Any, address: Any) -> Any:
     """Write every lane to `address` as float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[0], _pointer(builder, args[1], args[0].type), align=1)
+        builder.store(args[0], pointer_to(builder, args[1], args[0].type), align=1)
         return context.get_dummy_value()
 
     return types.void(value, types.int64), codegen
@@ -279,7 +287,7 @@ def store_first(typingctx: Any, value: Any, address: Any, count: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         mask = _lanes_below(builder, args[2], value.lanes)
-        pointer = _pointer(builder, args[1], value.llvm)
+        pointer = pointer_to(builder, args[1], value.llvm)
         name = f"llvm.masked.store.v{value.lanes}f32.p0"
         _call(builder, name, ir.VoidType(), [args[0], pointer, ir.Constant(_I32, 4), mask])
         return context.get_dummy_value()
@@ -292,7 +300,7 @@ def store_scalar(typingctx: Any, value: Any, address: Any) -> Any:
     """Write a float32 to `address`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[0], _pointer(builder, args[1], _FLOAT), align=1)
+        builder.store(args[0], pointer_to(builder, args[1], _FLOAT), align=1)
         return context.get_dummy_value()
 
     return types.void(types.float32, types.int64), codegen
@@ -303,7 +311,7 @@ def prefetch(typingctx: Any, address: Any) -> Any:
     """Ask for the cache line at `address` into every cache level; any address will do."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _pointer(builder, args[0], ir.IntType(8))
+        pointer = pointer_to(builder, args[0], ir.IntType(8))
         read, keep, data = (ir.Constant(_I32, number) for number in (0, 3, 1))
         _call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
         return context.get_dummy_value()
@@ -311,12 +319,28 @@ def prefetch(typingctx: Any, address: Any) -> Any:
     return types.void(types.int64), codegen
 
 
+@inlined
+def prefetch_lines(start: Any, end: Any) -> None:
+    """Prefetch every cache line from `start` on, before `end`."""
+    for line in range(start, end, CACHE_LINE_BYTES):
+        prefetch(line)
+
+
+@inlined
+def fetch_ahead(at: Any, ahead_bytes: Any, part_end: Any, next_part: Any, size: Any) -> None:
+    """Prefetch what is read soon after `at`: what follows it, or the next part's start."""
+    target = at + ahead_bytes
+    if target >= part_end:
+        target += next_part - part_end
+    prefetch_lines(target, target + size)
+
+
 @intrinsic
 def fetch_add(typingctx: Any, address: Any, step: Any) -> Any:
     """Add `step` to the int64 at `address`, atomically; return what was there."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _pointer(builder, args[0], _I64)
+        pointer = pointer_to(builder, args[0], _I64)
         return builder.atomic_rmw("add", pointer, args[1], "monotonic")
 
     return types.int64(types.int64, types.int64), codegen
@@ -327,101 +351,9 @@ def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, lane by lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _fma(builder, *args)
+        return emit_fma(builder, *args)
 
     return c(c, c, c), codegen
-
-
-@intrinsic(prefer_literal=True)
-def zero_rows(typingctx: Any, rows: Any, lanes: Any) -> Any:
-    """A tile of accumulators: a tuple of `rows` vectors of zeros."""
-    tile = types.UniTuple(Vector(_value(lanes)), _value(rows))
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        zero = _filled(0.0, _value(lanes))
-        return context.make_tuple(builder, tile, [zero] * tile.count)
-
-    return tile(rows, lanes), codegen
-
-
-@intrinsic(prefer_literal=True)
-def splat_rows(typingctx: Any, rows: Any, lanes: Any, address: Any) -> Any:
-    """A tile whose row r holds the r-th float32 at `address` in every lane."""
-    tile = types.UniTuple(Vector(_value(lanes)), _value(rows))
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        first = _pointer(builder, args[2], _FLOAT)
-        scalars = [
-            builder.load(builder.gep(first, [ir.Constant(_I32, r)]), align=4)
-            for r in range(tile.count)
-        ]
-        vectors = [_splat(builder, scalar, _value(lanes)) for scalar in scalars]
-        return context.make_tuple(builder, tile, vectors)
-
-    return tile(rows, lanes, types.int64), codegen
-
-
-@intrinsic
-def store_rows(typingctx: Any, tile: Any, address: Any, stride: Any) -> Any:
-    """Write row r of the tile as float32 to `address + r * stride`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, address, step = args
-        for r in range(tile.count):
-            at = builder.add(address, builder.mul(step, ir.Constant(step.type, r)))
-            row = builder.extract_value(rows, r)
-            builder.store(row, _pointer(builder, at, row.type), align=4)
-        return context.get_dummy_value()
-
-    return types.void(tile, types.int64, types.int64), codegen
-
-
-@intrinsic
-def store_sums(typingctx: Any, tile: Any, address: Any, stride: Any) -> Any:
-    """Write the sum of the lanes of row r to `address + r * stride`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, address, step = args
-        for r in range(tile.count):
-            at = builder.add(address, builder.mul(step, ir.Constant(step.type, r)))
-            total = _sum(builder, builder.extract_value(rows, r))
-            builder.store(total, _pointer(builder, at, _FLOAT), align=4)
-        return context.get_dummy_value()
-
-    return types.void(tile, types.int64, types.int64), codegen
-
-
-@intrinsic
-def add_outer(typingctx: Any, tile: Any, weights: Any, stride: Any, vector: Any) -> Any:
-    """tile[r] + w[r] * vector, where w[r] is the float32 at `weights + r * stride`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        rows, address, step, matrix_row = args
-        sums = []
-        for r in range(tile.count):
-            at = builder.add(address, builder.mul(step, ir.Constant(step.type, r)))
-            weight = builder.load(_pointer(builder, at, _FLOAT), align=4)
-            scaled = _splat(builder, weight, vector.lanes)
-            sums.append(_fma(builder, scaled, matrix_row, builder.extract_value(rows, r)))
-        return context.make_tuple(builder, tile, sums)
-
-    return tile(tile, types.int64, types.int64, vector), codegen
-
-
-@intrinsic
-def add_products(typingctx: Any, tile: Any, rows: Any, stride: Any, vector: Any) -> Any:
-    """tile[r] + x[r] * vector, lane by lane; x[r] are the floats at `rows + r * stride`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sums, address, step, factor = args
-        result = []
-        for r in range(tile.count):
-            at = builder.add(address, builder.mul(step, ir.Constant(step.type, r)))
-            x = builder.load(_pointer(builder, at, vector.llvm), align=4)
-            result.append(_fma(builder, x, factor, builder.extract_value(sums, r)))
-        return context.make_tuple(builder, tile, result)
-
-    return tile(tile, types.int64, types.int64, vector), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -430,7 +362,7 @@ def keep_first(typingctx: Any, vector: Any, count: Any, fill: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         mask = _lanes_below(builder, args[1], vector.lanes)
-        return builder.select(mask, args[0], _splat(builder, args[2], vector.lanes))
+        return builder.select(mask, args[0], emit_splat(builder, args[2], vector.lanes))
 
     return vector(vector, types.int64, types.float32), codegen
 
@@ -440,7 +372,7 @@ def sum_lanes(typingctx: Any, vector: Any) -> Any:
     """The sum of all lanes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _sum(builder, args[0])
+        return emit_sum(builder, args[0])
 
     return types.float32(vector), codegen
 
@@ -462,16 +394,18 @@ def exp2(typingctx: Any, vector: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         (x,), lanes = args, vector.lanes
-        shifted = builder.fadd(x, _filled(_ROUND, lanes))
-        fraction = builder.fsub(x, builder.fsub(shifted, _filled(_ROUND, lanes)))
-        power = _filled(_EXP2[0], lanes)
+        shifted = builder.fadd(x, emit_filled(_ROUND, lanes))
+        fraction = builder.fsub(x, builder.fsub(shifted, emit_filled(_ROUND, lanes)))
+        power = emit_filled(_EXP2[0], lanes)
         for coefficient in _EXP2[1:]:
-            power = _fma(builder, power, fraction, _filled(coefficient, lanes))
+            power = emit_fma(builder, power, fraction, emit_filled(coefficient, lanes))
         wide = ir.VectorType(_I32, lanes)
         exponent = builder.shl(builder.bitcast(shifted, wide), ir.Constant(wide, [23] * lanes))
         scaled = builder.add(builder.bitcast(power, wide), exponent)
-        is_tiny = builder.fcmp_ordered("<", x, _filled(_EXP2_MIN, lanes))
-        return builder.select(is_tiny, _filled(0.0, lanes), builder.bitcast(scaled, vector.llvm))
+        is_tiny = builder.fcmp_ordered("<", x, emit_filled(_EXP2_MIN, lanes))
+        return builder.select(
+            is_tiny, emit_filled(0.0, lanes), builder.bitcast(scaled, vector.llvm)
+        )
 
     return vector(vector), codegen
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from tierd.codec.layout import page_layout
@@ -96,10 +97,10 @@ def _tier_runner(model: Any, kv: SessionKV, name: str) -> _Runner:
 
     geometry = kv.geometry
     table = kv.handle.table.read(kv.sealed_blocks)
+    codecs = table.codec[table.tier != Tier.NONE]
     below = sum(
-        int(((table.tier != Tier.NONE) & (table.codec == codec)).sum())
-        * page_layout(geometry, codec).payload_bytes
-        for codec in (CodecId.RAW, CodecId.INT8)
+        int((codecs == codec).sum()) * page_layout(geometry, codec).payload_bytes
+        for codec in map(CodecId, np.unique(codecs).tolist())
     )
     return _Runner(name, step, below + kv.arena.used_bytes, kv)
 

@@ -20,7 +20,9 @@ from tierd_engine.attention.cpu import attend_pages
 from tierd_engine.attention.operator import attend_reference
 
 INT8, RAW = CodecId.INT8, CodecId.RAW
+K8V4, INT4, FP8 = CodecId.K8V4, CodecId.INT4, CodecId.FP8
 HEAD_DIMS = (16, 20, 33, 48, 64, 80, 96, 112, 128)
+FOUR_BIT_HEAD_DIMS = (32, 64, 96, 128, 160)
 TOLERANCE = 2e-5  # float32 sums of at most 256 terms near 1
 
 
@@ -105,6 +107,14 @@ KERNELS = [
     (RAW, DType.FLOAT32, 16, (1, 2, 4, 7, 8), (64, 128, 256)),
     (RAW, DType.FLOAT32, 16, (3, 5, 6), (16, 32)),
     (RAW, DType.FLOAT16, 1, (2,), (64, 128, 256)),
+    (K8V4, DType.BFLOAT16, 1, (3, 5, 6), (64, 128, 256)),
+    (K8V4, DType.BFLOAT16, 16, (1, 2, 4, 7, 8), (16, 32)),
+    (INT4, DType.BFLOAT16, 1, (3, 5, 6), (64, 128, 256)),
+    (INT4, DType.FLOAT16, 16, (1, 2, 4, 7, 8), (64, 128)),
+    (INT4, DType.FLOAT32, 1, (1,), (32,)),
+    (INT4, DType.BFLOAT16, 16, (1, 2, 4), (16,)),
+    (FP8, DType.BFLOAT16, 1, (3, 5, 6), (64, 128, 256)),
+    (FP8, DType.BFLOAT16, 16, (1, 2, 4), (16, 32)),
 ]
 
 
@@ -115,7 +125,7 @@ def test_matches_the_reference(
 ) -> None:  # fmt: skip
     seed = int(np.random.default_rng().integers(2**31))
     rng = np.random.default_rng(seed)
-    for d in HEAD_DIMS:
+    for d in FOUR_BIT_HEAD_DIMS if codec in (K8V4, INT4) else HEAD_DIMS:
         for share in shares:
             n = 1 if queries_max == 1 else int(rng.integers(2, queries_max + 1))
             kv_heads, block = int(rng.integers(1, 9)), int(rng.choice(blocks))
@@ -130,8 +140,8 @@ def test_matches_the_reference(
 
 def test_many_pages_do_not_depend_on_the_number_of_threads() -> None:
     rng = np.random.default_rng()
-    for codec in (INT8, RAW):
-        for n, count in ((1, 3), (1, 40), (5, 40)):
+    for codec in (INT8, RAW, K8V4, INT4, FP8):
+        for n, count in ((1, 3), (1, 40), (5, 40))[: 3 if codec in (INT8, RAW) else 2]:
             case = draw(rng, codec, DType.BFLOAT16, n, 3, 3, 64, 64, count)
             results = []
             try:
@@ -208,7 +218,7 @@ def test_scores_far_apart_pick_one_token_and_do_not_overflow() -> None:
 
 def test_nan_in_a_query_shows_in_its_rows_and_no_others() -> None:
     rng = np.random.default_rng()
-    for codec in (INT8, RAW):
+    for codec in (INT8, RAW, K8V4, INT4, FP8):
         case = draw_full(rng, codec, 1, 2, 3, 64)
         case.q[0, 1, 5] = np.nan
         out, lse = case.run()
@@ -219,22 +229,24 @@ def test_nan_in_a_query_shows_in_its_rows_and_no_others() -> None:
 
 def test_nothing_is_read_beyond_the_end_of_a_page() -> None:
     rng = np.random.default_rng()
-    for dtype, d in ((DType.FLOAT32, 20), (DType.FLOAT16, 33), (DType.BFLOAT16, 80)):
-        for codec in (RAW, INT8):
-            pages = make_pages(rng, 1, 1, d, 64, codec, dtype)
-            layout = pages.layout
-            room = -(-layout.payload_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            region = mmap.mmap(-1, room + mmap.PAGESIZE)
-            view = np.frombuffer(region, dtype=np.uint8)
-            start = int(pages.addresses[0]) - pages.memory.ctypes.data
-            payload = pages.memory[start : start + layout.payload_bytes]
-            view[room - layout.payload_bytes : room] = payload
-            fence = ctypes.c_void_p(view.ctypes.data + room)
-            libc = ctypes.CDLL(None, use_errno=True)
-            assert libc.mprotect(fence, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
-            pages.addresses[0] = view.ctypes.data + room - layout.payload_bytes
-            q = rng.standard_normal((1, 2, d)).astype(np.float32)
-            Case(pages, q, np.array([64], np.int32), None, None).check()
+    odd = ((DType.FLOAT32, 20), (DType.FLOAT16, 33), (DType.BFLOAT16, 80))
+    cases = [(codec, *shape) for codec in (RAW, INT8) for shape in odd]
+    cases += [(codec, DType.BFLOAT16, d) for codec in (K8V4, INT4, FP8) for d in (32, 96)]
+    for codec, dtype, d in cases:
+        pages = make_pages(rng, 1, 1, d, 64, codec, dtype)
+        layout = pages.layout
+        room = -(-layout.payload_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        region = mmap.mmap(-1, room + mmap.PAGESIZE)
+        view = np.frombuffer(region, dtype=np.uint8)
+        start = int(pages.addresses[0]) - pages.memory.ctypes.data
+        payload = pages.memory[start : start + layout.payload_bytes]
+        view[room - layout.payload_bytes : room] = payload
+        fence = ctypes.c_void_p(view.ctypes.data + room)
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.mprotect(fence, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+        pages.addresses[0] = view.ctypes.data + room - layout.payload_bytes
+        q = rng.standard_normal((1, 2 if codec in (RAW, INT8) else 3, d)).astype(np.float32)
+        Case(pages, q, np.array([64], np.int32), None, None).check()
 
 
 def test_a_second_call_allocates_nothing() -> None:
