@@ -343,8 +343,8 @@ class Mover:
         moves = self._moves_to_cold(copied, need_bytes)
         full = len(moves) < len(copied)
         if evict and full and not moves and not self._store.retired_bytes(Tier.COLD):
-            self._traffic.evict(need_bytes)  # it may drop these keys: choose anew in a moment
-            self.wake()
+            if self._traffic.evict(need_bytes):  # perhaps these keys: choose anew in a moment
+                self.wake()
         return self._begin(moves, Tier.COLD)
 
     def _moves_to_cold(
