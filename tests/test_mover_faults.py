@@ -53,7 +53,7 @@ async def test_a_write_that_fails_leaves_the_page_warm_and_is_tried_again_later(
     rig = make(warm_blocks=2)
     session = rig.session()
     rig.demote(session, [1, 2])
-    rig.fail_writes(2)
+    rig.fail_writes(3)  # both pages at once, then each alone
     task = await start(rig.mover.plan_demotion(1, session.number, [3], 1))
     for _ in range(5):
         rig.mover.pump()

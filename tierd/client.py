@@ -173,21 +173,11 @@ class Client:
             finally:
                 os.close(fd)
         except (TierdError, OSError):
-            self._give_back(number, token_ids, sealed_blocks)
+            with contextlib.suppress(TierdError):  # what made the handle fail is what is heard
+                self.call(self._sessions.Close, pb.CloseRequest(session=number, owned=True))
             raise
         ids = wire.token_ids_from_wire(token_ids)
         return SessionHandle(self, number, namespace, table, ids, sealed_blocks)
-
-    def _give_back(self, number: int, token_ids: bytes, sealed_blocks: int) -> None:
-        """Undo an open or a resume that led to no handle, so that nothing suspended is lost."""
-        with contextlib.suppress(TierdError):  # what made the handle fail is what the caller hears
-            if token_ids:
-                request = pb.SuspendRequest(
-                    session=number, token_ids=token_ids, sealed_blocks=sealed_blocks
-                )
-                self.call(self._sessions.Suspend, request, SUSPEND_SECONDS)
-            else:
-                self.call(self._sessions.Close, pb.CloseRequest(session=number, owned=True))
 
     def sessions(self) -> list[dict[str, Any]]:
         """Return a row for each session the daemon keeps, oldest first."""
@@ -344,11 +334,6 @@ class SessionHandle:
         self.token_ids = token_ids
         self.sealed_blocks = sealed_blocks
         self._open = True
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this client still owns the session, as far as it knows."""
-        return self._open
 
     def plan_demotion(
         self,

@@ -341,10 +341,9 @@ class Mover:
         if len(copied) < len(keys):
             self.wake()  # the slots are free when the epoch has passed
         moves = self._moves_to_cold(copied, need_bytes)
-        full = len(moves) < len(copied)
-        if evict and full and not moves and not self._store.retired_bytes(Tier.COLD):
-            if self._traffic.evict(need_bytes):  # perhaps these keys: choose anew in a moment
-                self.wake()
+        full = bool(copied) and not moves and not self._store.retired_bytes(Tier.COLD)
+        if evict and full and self._traffic.evict(need_bytes):
+            self.wake()  # what was dropped may be these keys: choose anew in a moment
         return self._begin(moves, Tier.COLD)
 
     def _moves_to_cold(

@@ -81,7 +81,9 @@ class Shape:
     @property
     def name(self) -> str:
         """`int8 3x3x64`: KV heads, query heads each, head_dim; then the queries if several."""
-        kind = "int8" if self.codec is CodecId.INT8 else f"raw {self.dtype}"
+        kind = self.codec.name.lower()
+        if self.codec is CodecId.RAW:
+            kind += f" {self.dtype}"
         text = f"{kind} {self.kv_heads}x{self.share}x{self.head_dim}"
         return text if self.queries == 1 else f"{text}, {self.queries} queries"
 
@@ -90,6 +92,11 @@ SHAPES = (
     Shape(CodecId.INT8, DType.BFLOAT16, 3, 3, 64),
     Shape(CodecId.INT8, DType.BFLOAT16, 8, 4, 128),
     Shape(CodecId.INT8, DType.BFLOAT16, 3, 3, 64, queries=6),
+    Shape(CodecId.K8V4, DType.BFLOAT16, 3, 3, 64),
+    Shape(CodecId.K8V4, DType.BFLOAT16, 8, 4, 128),
+    Shape(CodecId.INT4, DType.BFLOAT16, 3, 3, 64),
+    Shape(CodecId.INT4, DType.BFLOAT16, 8, 4, 128),
+    Shape(CodecId.FP8, DType.BFLOAT16, 3, 3, 64),
     Shape(CodecId.RAW, DType.BFLOAT16, 3, 3, 64),
     Shape(CodecId.RAW, DType.FLOAT32, 3, 3, 64),
 )

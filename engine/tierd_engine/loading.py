@@ -57,8 +57,8 @@ def cause_line(error: Exception) -> str:
     while count < min(len(lines), _CAUSE_LINES_MAX) and lines[count - 1].endswith((":", ",")):
         count += 1
     line = " ".join(lines[:count])
-    # str(KeyError("x")) is just 'x', str(IndexError) often no sentence: their class says more.
-    return f"{type(error).__name__} {line}" if isinstance(error, LookupError) else line
+    # A KeyError's text is the key alone.
+    return f"{line} is missing or not known" if isinstance(error, KeyError) else line
 
 
 def require_whole(info: Mapping[str, Any], source: object) -> None:

@@ -183,7 +183,9 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def check_tokenizer_files(folder: Path) -> None:
-    """Raise InvalidArgument if a folder holds no vocabulary of any tokenizer."""
+    """Raise InvalidArgument if a folder holds no vocabulary, or a tokenizer config that is none."""
+    if (folder / "tokenizer_config.json").is_file():
+        read_json_object(folder / "tokenizer_config.json")
     for path in folder.iterdir():
         if path.name in _TOKENIZER_NAMES or path.suffix in _TOKENIZER_SUFFIXES:
             return

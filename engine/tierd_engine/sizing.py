@@ -173,6 +173,6 @@ def check_length(shape: ModelShape, context_tokens: int, max_new_tokens: int) ->
     if shape.trained_tokens and total > shape.trained_tokens:
         raise InvalidArgument(
             f"{context_tokens} tokens of context and {max_new_tokens} new ones are more than "
-            f"the {shape.trained_tokens} the model was trained for; "
+            f"the {shape.trained_tokens} tokens that the model was trained for; "
             "shorten them or give --rope-scaling linear:FACTOR or yarn:FACTOR"
         )

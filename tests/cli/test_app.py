@@ -78,6 +78,11 @@ def test_a_failure_is_one_line_with_its_exit_code(
     assert "Traceback" not in outcome.err
 
 
+def test_a_value_that_is_none_of_a_few_is_named_with_them(tierd: Any) -> None:
+    err = tierd("demo", "--codec", "int3").err
+    assert "Invalid value for '--codec': 'int3' is not one of 'raw', 'int8'" in err
+
+
 def test_a_message_of_several_lines_becomes_one(tierd: Any, world: Any) -> None:
     def fail(events: object) -> None:
         raise errors.TierdError("first\n  second\n")

@@ -16,12 +16,12 @@ from tierd.cli import interrupts
 from tierd.errors import DaemonUnavailable
 
 ROOT = Path(__file__).parent.parent.parent
-# The engine's import stands still here, as torch's seems to, and swallows what is raised in it.
-SLOW_ENGINE = """
+# An import stands still here, as torch's seems to, and swallows what is raised in it.
+SLOW_IMPORT = """
 import os, sys, types
 class Slow:
     def find_spec(self, name, path=None, target=None):
-        if name == "tierd_engine.runner":
+        if name == "SLOW":
             print("importing", file=sys.stderr, flush=True)
             while True:
                 try:
@@ -37,10 +37,11 @@ sys.exit(main(["demo", "--quiet"]))
 """
 
 
+@pytest.mark.parametrize("module", ["tierd.cli.app", "tierd_engine.runner"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_the_engine_is_imported_ends_at_once(number: int) -> None:
+def test_a_signal_while_something_is_imported_ends_at_once(number: int, module: str) -> None:
     job = subprocess.Popen(
-        [sys.executable, "-c", SLOW_ENGINE], cwd=ROOT, text=True,
+        [sys.executable, "-c", SLOW_IMPORT.replace("SLOW", module)], cwd=ROOT, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:

@@ -62,6 +62,12 @@ def test_a_terminal_gets_a_bar_that_is_gone_when_the_text_comes(
     assert "half way" in captured.err
 
 
+def test_a_long_path_is_not_folded_where_there_is_no_terminal(capsys: Any) -> None:
+    path = "/" + "p" * 4000
+    terminal.print_table("", ["setting", "value"], [["cold.folder", path]], text_columns=2)
+    assert path in capsys.readouterr().out
+
+
 def test_a_silent_stretch_is_told_every_ten_seconds_until_the_answer_comes(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

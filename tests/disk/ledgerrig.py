@@ -106,6 +106,7 @@ class Rig:
         self.disk, self.seed = disk, seed
         self.draw = random.Random(seed)
         self.states = [State()]  # after each thing said since the last acknowledged flush
+        self.history = [State()]  # after each thing said
         self.used_ids: set[int] = set()
         self.numbers = 0
         self.generations: dict[tuple[int, int], int] = {}
@@ -129,6 +130,7 @@ class Rig:
         state = self.now.copy()
         change(state)
         self.states.append(state)
+        self.history.append(state)
 
     # -- what is found --------------------------------------------------------------
     def check_found(self, found: State, files: set[int]) -> State:
@@ -174,6 +176,7 @@ class Rig:
         found = state_of(self.ledger._image)
         self.check_found(found, files)
         self.states = [found]
+        self.history.append(found)
         for slab in self.now.slabs:
             self.handles[slab] = disk.open(f"slab/{slab:08x}")
         self.doomed = []

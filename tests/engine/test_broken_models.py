@@ -189,7 +189,7 @@ def test_too_little_memory_and_missing_packages_are_not_called_broken_files() ->
         (ValueError("one\ntwo"), "one"),
         (ValueError("\n  any of:\n(1) this,\n(2) that\nthree"), "any of: (1) this, (2) that"),
         (ValueError(), "ValueError"),
-        (KeyError("scores"), "KeyError 'scores'"),
+        (KeyError("scores"), "'scores' is missing or not known"),
     ],
 )
 def test_a_cause_is_told_in_one_line_that_is_not_cut(error: Exception, line: str) -> None:

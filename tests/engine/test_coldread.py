@@ -111,6 +111,80 @@ def test_a_bit_flipped_on_the_way_is_cured_by_the_second_read(slab: int) -> None
     reader.close()
 
 
+def _reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return where (slot, slots) of the reads to come are noted."""
+    reads, preadv = [], os.preadv
+
+    def noted(fd: int, buffers: list[memoryview], offset: int) -> int:
+        size = LAYOUT.slot_bytes
+        reads.append((offset // size, sum(map(len, buffers)) // size))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", noted)
+    return reads
+
+
+def test_neighbours_on_disk_are_one_read_in_any_order(
+    slab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, reader = _reads(monkeypatch), _reader()
+    reader.set_schedule([_unit(slab, 7, 5, 6, 9)])
+    assert _first_bytes(reader.take()) == [7, 5, 6, 9]
+    assert sorted(reads) == [(5, 3), (9, 1)]
+    reader.close()
+
+
+def test_neighbours_in_number_alone_or_in_another_file_are_not_read_together(
+    slab: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = os.open(tmp_path / "slab", os.O_RDONLY)
+    reads, reader = _reads(monkeypatch), _reader()
+    reader.set_schedule([ColdUnit(LAYOUT, (_page(slab, 1), _page(other, 2), _page(other, 3)))])
+    assert _first_bytes(reader.take()) == [1, 2, 3]
+    assert sorted(reads) == [(1, 1), (2, 2)]
+    reader.close()
+    os.close(other)
+
+
+def test_a_read_is_as_large_as_it_must_be_and_no_larger(
+    slab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coldread, "READ_BYTES", LAYOUT.slot_bytes + 1)
+    reads, reader = _reads(monkeypatch), _reader()
+    reader.set_schedule([_unit(slab, 0, 1, 2, 3), _unit(slab, 4)])
+    assert _first_bytes(reader.take()) == [0, 1, 2, 3]
+    reader.release()
+    assert _first_bytes(reader.take()) == [4]
+    assert {(0, 2), (2, 2), (4, 1)} == set(reads)
+    reader.close()
+
+
+def test_a_page_damaged_among_neighbours_is_read_again_alone_and_named(
+    slab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(_: memoryview) -> None:
+        raise PageDamaged("digest", layer=0, block=3)
+
+    reads, reader = _reads(monkeypatch), _reader()
+    pages = (_page(slab, 2), _page(slab, 3, damaged), _page(slab, 4))
+    reader.set_schedule([ColdUnit(LAYOUT, pages)])
+    with pytest.raises(PageDamaged):
+        reader.take()
+    assert reads == [(2, 3), (3, 1)]
+    reader.close()
+
+
+def test_neighbours_that_cannot_be_read_together_are_read_alone_and_the_culprit_named(
+    slab: int,
+) -> None:
+    reader = _reader()
+    reader.set_schedule([_unit(slab, 38, 39, 40)])
+    with pytest.raises(PageMiss, match="ends early") as raised:
+        reader.take()
+    assert raised.value.block == 40
+    reader.close()
+
+
 def test_a_short_file_and_a_closed_file_are_misses(slab: int, tmp_path: Path) -> None:
     reader = _reader()
     for fd, slot in ((slab, 40), (9999, 0)):

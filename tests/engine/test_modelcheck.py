@@ -199,6 +199,11 @@ def test_a_folder_without_a_tokenizer_is_told_whole(folder: Path) -> None:
     assert message.endswith("is there")
 
 
+def test_a_tokenizer_config_that_is_none_is_refused(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("{")
+    assert "tokenizer_config.json is not valid JSON" in refusal(folder)
+
+
 def cut(count: int) -> Callable[[bytes], bytes]:
     return lambda whole: whole[:count]
 

@@ -257,6 +257,22 @@ def test_free_slots_far_apart_in_one_slab_are_found_in_order(apart: int) -> None
     tiny.check()
 
 
+def test_slots_taken_one_by_one_are_those_taken_together_holes_and_released_slabs_too() -> None:
+    def taken(one_by_one: bool) -> list[tuple[int, int]]:
+        tiny = Tiny(budget_bytes=40 * SLOT)
+        pool = tiny.pool()
+        slots = pool.reserve(30)
+        for slot in [*slots[3:9], *slots[12:20], *slots[25:26]]:
+            pool.abort(slot)
+        assert pool.release_empty_slabs() == 3 * SLAB  # slots 4 to 7 and 12 to 19
+        counts = [1] * 20 if one_by_one else [20]
+        again = [slot for count in counts for slot in pool.reserve(count)]
+        tiny.check()
+        return places(again)
+
+    assert taken(one_by_one=True) == taken(one_by_one=False)
+
+
 @pytest.mark.parametrize("state", ["FREE", "RETIRED"])
 def test_integrity_notices_a_slot_that_changed_state_by_itself(tiny, state) -> None:
     pool = tiny.pool()

@@ -146,7 +146,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _usage_message(error: typer.TyperException) -> str:
-    message = str(error.format_message())
+    message = str(error.format_message()).replace("Value error, ", "")
     return "no command is named." if message == "No such command ''." else message
 
 

@@ -10,7 +10,8 @@ from tierd.cli import interrupts, streams
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     with interrupts.watched():
-        streams.mend()
-        from tierd.cli.app import run
+        with interrupts.at_once():
+            streams.mend()
+            from tierd.cli.app import run
 
         return streams.flushed(run(argv))

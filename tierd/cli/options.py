@@ -13,6 +13,9 @@ class CodecName(enum.StrEnum):
 
     RAW = "raw"
     INT8 = "int8"
+    K8V4 = "k8v4"
+    INT4 = "int4"
+    FP8 = "fp8"
 
 
 class PlanName(enum.StrEnum):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from typing import Annotated, Any
 
 import typer
 
 from tierd.cli import checks, interrupts, options
+from tierd.errors import StorageError
 from tierd.units import KIB
 
 # Less than this holds hardly a block of the smallest model.
@@ -57,6 +59,8 @@ def serve(
         "cold.folder": None if folder is None else str(folder),
         "cold.cap_bytes": checks.size("--cold-cap", cold_cap, smallest_bytes=BUDGET_BYTES_MIN),
     }
+    if folder is None and config is None:
+        _make_usual_folder()
     given = {name: value for name, value in settings.items() if value is not None}
     checks.named("--config", config)
     from tierd.config import load_config
@@ -66,6 +70,19 @@ def serve(
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(Daemon(load_config(config, overrides=given))))
     interrupts.heeded()
+
+
+def _make_usual_folder() -> None:
+    """Make the cold folder that is used where none is named. Raises StorageError: what to do."""
+    from tierd.config import load_config
+
+    folder = load_config().cold.folder
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"cold folder {folder} cannot be made: {error.strerror}; name another with --cold-dir"
+        ) from None
 
 
 async def _serve(daemon: Any) -> None:

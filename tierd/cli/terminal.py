@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-PLAIN_WIDTH = 160  # columns of a table where no terminal says how wide it is
+# Columns of a table where no terminal says how wide it is: no path is folded for a reader
+# that is a file or a program. Linux' paths have at most 4,096 bytes.
+PLAIN_WIDTH = 10_000
 PROGRESS_SECONDS = 10.0  # between lines of progress where there is no bar
 TICK_SECONDS = 1.0
 _KEPT_CONTROLS = frozenset("\n\t")

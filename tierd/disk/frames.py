@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from tierd.errors import StorageError
-from tierd.units import MIB, SECTOR_BYTES, round_up
+from tierd.units import MIB, SECTOR_BYTES
 
 _HEAD = struct.Struct("<IIQQQB7s")
 _CHECKSUM = struct.Struct("<Q")
@@ -128,31 +128,14 @@ def unpack_frame(buffer: memoryview, offset: int, seed: int) -> Frame:
     )  # fmt: skip
 
 
-def find_frame(buffer: memoryview, offset: int, follows: Link, seed: int) -> Frame | None:
-    """Return the frame that follows `follows`, at `offset` or at the next sector; None if none."""
-    places = (offset, round_up(offset, SECTOR_BYTES))
-    for place in places if places[0] != places[1] else places[:1]:
-        try:
-            frame = unpack_frame(buffer, place, seed)
-        except StorageError:
-            continue
-        if frame.follows == follows:
-            return frame
-    return None
-
-
-def stray_frames(buffer: memoryview, offset: int, seed: int) -> Iterator[Frame]:
-    """Yield the frames that begin at a sector from `offset` on, whatever they follow."""
-    start = round_up(offset, SECTOR_BYTES)
-    end = len(buffer) // SECTOR_BYTES * SECTOR_BYTES
-    if start >= end:
-        return
-    words = np.frombuffer(buffer[start:end], dtype="<u4").reshape(-1, SECTOR_BYTES // 4)
+def stray_frames(buffer: memoryview, size_bytes: int, seed: int) -> Iterator[Frame]:
+    """Yield the frames that begin at a sector of the first `size_bytes`, whatever they follow."""
+    words = np.frombuffer(buffer[:size_bytes], dtype="<u4").reshape(-1, SECTOR_BYTES // 4)
     lengths = words[:, 0]
-    # The seven zeros beside the kind: in the middle of a frame of rows few sectors pass.
+    # The zeros beside the kind: in the middle of a frame of rows few sectors pass.
     likely = (lengths >= FRAME_HEADER_BYTES) & (lengths <= FRAME_BYTES_MAX) & (words[:, 9] == 0)
     for index in np.flatnonzero(likely).tolist():
         try:
-            yield unpack_frame(buffer, start + index * SECTOR_BYTES, seed)
+            yield unpack_frame(buffer, index * SECTOR_BYTES, seed)
         except StorageError:
             continue

@@ -12,7 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -213,18 +213,39 @@ class Image:
         pages = self.pages.get(number)
         return empty_rows() if pages is None else pages.settle()
 
+    def row_counts(self) -> dict[int, int]:
+        """Return how many rows each session has, by rising number."""
+        return {number: len(self.pages[number].settle()) for number in sorted(self.pages)}
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """Return one column of every row, sorted by (session, block, layer)."""
+        parts = [self.pages[number].settle()[name] for number in sorted(self.pages)]
+        return np.concatenate([empty_rows()[name], *parts])
+
     def all_rows(self) -> Rows:
         """Return every row, sorted by (session, block, layer)."""
-        numbers = sorted(self.pages)
-        parts = [self.pages[number].settle() for number in numbers]
+        parts = [self.pages[number].settle() for number in sorted(self.pages)]
         return np.concatenate([empty_rows(), *parts])
 
     def occupancy(self, slab: int) -> Occupancy:
-        """Return a slab's slots in use. Costs a sort of all rows if any has changed since."""
+        """Return a slab's slots in use. Costs a look at all rows if any has changed since."""
         if self._by_slab is None:
-            self._by_slab = occupancy_by_slab(self.all_rows())
+            self._by_slab = self._occupancies()
         none = np.empty(0, np.uint32)
         return self._by_slab.get(slab) or Occupancy(none, none)
+
+    def _occupancies(self) -> dict[int, Occupancy]:
+        """Return the slots in use of every slab: each place is marked, so nothing is sorted."""
+        places = Places(self.slabs.values())
+        dense = places.of(self.column("slab"), self.column("slot"))
+        held = np.full(places.count, -1, np.int64)
+        held[dense] = np.arange(len(dense))
+        generations = self.column("generation")
+        found = {}
+        for slab, (start, end) in places.ranges.items():
+            slots = np.flatnonzero(held[start:end] >= 0)
+            found[slab] = Occupancy(slots.astype(np.uint32), generations[held[start:end][slots]])
+        return found
 
     def copy(self) -> Image:
         """Return an image that changes by itself; cheap, arrays are shared."""
@@ -236,20 +257,20 @@ class Image:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless rows are sorted, apart, and in slabs that exist."""
-        rows = self.all_rows()
         for number, pages in self.pages.items():
-            keys = page_keys(pages.sorted_rows)
+            rows = pages.settle()
+            keys = page_keys(rows)
             assert bool(np.all(keys[1:] > keys[:-1])), f"session {number:016x}: rows out of order"
-            own = pages.sorted_rows["session"] == number
+            own = rows["session"] == number
             assert bool(np.all(own)), f"session {number:016x} holds another's rows"
-        unknown = set(np.unique(rows["slab"]).tolist()) - set(self.slabs)
-        assert not unknown, f"rows in slabs that are not there: {sorted(unknown)[:8]}"
-        places = np.sort((rows["slab"].astype(np.uint64) << np.uint64(32)) | rows["slot"])
-        double = int(np.count_nonzero(places[1:] == places[:-1]))
-        assert double == 0, f"{double} slots hold two pages"
-        for slab, record in self.slabs.items():
-            slots = self.occupancy(slab).slots
-            assert not len(slots) or slots[-1] < record.slots, f"slab {slab}: a slot beyond its end"
+        places = Places(self.slabs.values())
+        slabs, slots = self.column("slab"), self.column("slot")
+        unknown = slabs[~places.known(slabs)]
+        assert not len(unknown), f"rows in slabs that are not there: {unknown[:8].tolist()}"
+        beyond = int(np.count_nonzero(~places.inside(slabs, slots)))
+        assert beyond == 0, f"{beyond} rows in slots beyond the end of a slab"
+        taken = int(np.count_nonzero(np.bincount(places.of(slabs, slots))))
+        assert taken == len(slabs), f"{len(slabs)} rows in {taken} slots"
 
 
 def _by_session(rows: Rows) -> list[Rows]:
@@ -265,20 +286,43 @@ def _by_session(rows: Rows) -> list[Rows]:
     return np.split(ordered, cuts)
 
 
-def occupancy_by_slab(rows: Rows) -> dict[int, Occupancy]:
-    """Return the slots in use of every slab that `rows` name."""
-    if not len(rows):
-        return {}
-    places = (rows["slab"].astype(np.uint64) << np.uint64(32)) | rows["slot"]
-    order = np.argsort(places)
-    places, generations = places[order], rows["generation"][order]
-    slabs = (places >> np.uint64(32)).astype(np.uint32)
-    slots = places.astype(np.uint32)
-    cuts = [0, *(np.flatnonzero(slabs[1:] != slabs[:-1]) + 1).tolist(), len(slabs)]
-    return {
-        int(slabs[start]): Occupancy(slots[start:end], generations[start:end])
-        for start, end in itertools.pairwise(cuts)
-    }
+class Places:
+    """Slots of slabs, numbered through: what names a place twice is found without sorting."""
+
+    def __init__(self, slabs: Iterable[SlabRecord]) -> None:
+        self.ranges: dict[int, tuple[int, int]] = {}
+        self.count = 0
+        for slab in slabs:
+            self.ranges[slab.slab] = (self.count, self.count + slab.slots)
+            self.count += slab.slots
+        # By slab id: ids are below 2**24, and the tables as long as the highest.
+        self._first = np.full(max(self.ranges, default=0) + 2, -1, np.int64)
+        self._slots = np.zeros(len(self._first), np.int64)
+        for number, (start, end) in self.ranges.items():
+            self._first[number], self._slots[number] = start, end - start
+
+    def row_of(self, slabs: npt.NDArray[np.uint32]) -> npt.NDArray[np.intp]:
+        """Return indices into tables by slab id; the last entry stands for unknown slabs."""
+        return np.minimum(slabs, len(self._first) - 1).astype(np.intp)
+
+    def known(self, slabs: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+        """Return which slabs are there."""
+        known: npt.NDArray[np.bool_] = self._first[self.row_of(slabs)] >= 0
+        return known
+
+    def inside(
+        self, slabs: npt.NDArray[np.uint32], slots: npt.NDArray[np.uint32]
+    ) -> npt.NDArray[np.bool_]:
+        """Return which slots lie in their slab."""
+        inside: npt.NDArray[np.bool_] = slots < self._slots[self.row_of(slabs)]
+        return inside
+
+    def of(
+        self, slabs: npt.NDArray[np.uint32], slots: npt.NDArray[np.uint32]
+    ) -> npt.NDArray[np.int64]:
+        """Return the numbers of places that are known and inside."""
+        numbers: npt.NDArray[np.int64] = self._first[self.row_of(slabs)] + slots
+        return numbers
 
 
 def _number(value: Any, maximum: int) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from tierd.units import SECTOR_BYTES
@@ -107,6 +108,7 @@ class DiskPort(Protocol):
         """Close every handle; files that have a name stay. Idempotent."""
 
 
+@lru_cache(maxsize=4096)  # a store has a few hundred files
 def folder_of(name: str) -> str:
     """Return the folder of a file's name, "" for the top. A name not of ours is a bug."""
     assert _NAME.fullmatch(name), f"no name of a store's file: {name!r}"

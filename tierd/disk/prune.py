@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from tierd.disk.image import Image
-from tierd.disk.records import Keys, Rows, SessionRecord, page_keys
+from tierd.disk.image import Image, Places
+from tierd.disk.records import Keys, SessionRecord, page_keys
 
 Mask = npt.NDArray[np.bool_]
 
@@ -41,63 +41,81 @@ def prune(image: Image, slab_files: Collection[int]) -> Pruned:
         pruned.orphans.append(number)
         pruned.dropped_pages += len(image.rows_of_session(number))
         image.drop_session(number)
-    rows = image.all_rows()
-    bad = _misplaced(image, rows, slab_files, pruned) | _doubled(rows, pruned)
-    _drop(image, rows[bad], pruned)
+    counts = image.row_counts()
+    bad = _misplaced(image, counts, slab_files, pruned)
+    _drop(image, counts, bad, pruned)
     for slab in sorted(set(image.slabs) - set(slab_files)):
         pruned.missing_slabs.append(slab)
         image.drop_slab(slab)
     for session in list(image.sessions.values()):
         if session.state == "parked":
             _cut_at_gap(image, session, pruned)
-    pruned.rows = sum(len(image.rows_of_session(number)) for number in image.pages)
+    pruned.rows = sum(image.row_counts().values())
     return pruned
 
 
-def _misplaced(image: Image, rows: Rows, slab_files: Collection[int], pruned: Pruned) -> Mask:
-    """Return which rows name a slab, a slot or a namespace that cannot be."""
-    slabs = sorted(image.slabs.values(), key=lambda slab: slab.slab)
-    ids = np.array([slab.slab for slab in slabs] or [0], dtype=np.uint32)
-    there = np.array([slab.slab in slab_files for slab in slabs] or [False])
-    slots = np.array([slab.slots for slab in slabs] or [0], dtype=np.uint32)
-    names = {digest: n for n, digest in enumerate({slab.namespace_digest for slab in slabs})}
-    slab_names = np.array([names[slab.namespace_digest] for slab in slabs] or [-1])
-    sessions = sorted(image.pages)
-    of_session = [names.get(image.sessions[n].namespace.digest(), -2) for n in sessions]
-    counts = [len(image.pages[n].settle()) for n in sessions]
-    row_names = np.repeat(np.array(of_session, dtype=np.int64), np.array(counts, dtype=np.int64))
-    place = np.minimum(np.searchsorted(ids, rows["slab"]), len(ids) - 1)
-    unknown = ids[place] != rows["slab"]
-    beyond = ~unknown & (rows["slot"] >= slots[place])
-    foreign = ~unknown & (slab_names[place] != row_names)
-    missing = ~unknown & ~there[place]
+def _misplaced(
+    image: Image, counts: dict[int, int], slab_files: Collection[int], pruned: Pruned
+) -> Mask:
+    """Return which rows name a slab, a slot or a namespace that cannot be theirs."""
+    places = Places(image.slabs.values())
+    slabs, slots = image.column("slab"), image.column("slot")
+    unknown = ~places.known(slabs)
+    beyond = ~unknown & ~places.inside(slabs, slots)
+    foreign = ~unknown & _foreign(image, counts, places.row_of(slabs))
+    present = Places(s for s in image.slabs.values() if s.slab in slab_files)
+    missing = ~unknown & ~present.known(slabs)
+    bad: Mask = unknown | beyond | foreign
+    doubled = _doubled(image, places.of(slabs, slots), bad)
     for mask, what in (
         (unknown, "in slabs that no record names"),
         (beyond, "in slots beyond the end of a slab"),
         (foreign, "in slabs of another namespace"),
+        (doubled, "in slots of other pages"),
     ):
         if count := int(np.count_nonzero(mask)):
             pruned.damage.append(f"{count} pages {what}")
-    bad: Mask = unknown | beyond | foreign | missing
-    return bad
+    return bad | doubled | missing
 
 
-def _doubled(rows: Rows, pruned: Pruned) -> Mask:
-    """Return which rows name a slot that a row of a higher generation names too."""
-    bad: Mask = np.zeros(len(rows), bool)
-    places = (rows["slab"].astype(np.uint64) << np.uint64(32)) | rows["slot"]
-    ordered = np.sort(places)
-    if bool(np.any(ordered[1:] == ordered[:-1])):
-        order = np.lexsort((rows["generation"], places))
-        bad[order[:-1]] = places[order[1:]] == places[order[:-1]]
-        pruned.damage.append(f"{int(np.count_nonzero(bad))} pages in slots of other pages")
-    return bad
+def _foreign(image: Image, counts: dict[int, int], slab_rows: npt.NDArray[np.intp]) -> Mask:
+    """Return which rows stand in a slab of another namespace than their session's."""
+    names = {
+        digest: n for n, digest in enumerate({s.namespace_digest for s in image.slabs.values()})
+    }
+    by_slab = np.full(max(image.slabs, default=0) + 2, -1)
+    for slab in image.slabs.values():
+        by_slab[slab.slab] = names[slab.namespace_digest]
+    digests = {
+        namespace: namespace.digest()
+        for namespace in {image.sessions[number].namespace for number in counts}
+    }
+    own = [names.get(digests[image.sessions[number].namespace], -2) for number in counts]
+    row_names = np.repeat(np.array(own, np.int64), np.array(list(counts.values()), np.int64))
+    foreign: Mask = by_slab[slab_rows] != row_names
+    return foreign
 
 
-def _drop(image: Image, rows: Rows, pruned: Pruned) -> None:
-    pruned.dropped_pages += len(rows)
-    for number in np.unique(rows["session"]).tolist():
-        own = rows[rows["session"] == number]
+def _doubled(image: Image, places: npt.NDArray[np.int64], bad: Mask) -> Mask:
+    """Return which rows, bad ones aside, name a slot that a row of a higher generation names."""
+    doubled: Mask = np.zeros(len(bad), bool)
+    good = places if not bad.any() else places[~bad]
+    if len(good) and int(np.count_nonzero(np.bincount(good))) < len(good):
+        index = np.flatnonzero(~bad)
+        order = index[np.lexsort((image.column("generation")[index], good))]
+        doubled[order[:-1]] = places[order[1:]] == places[order[:-1]]
+    return doubled
+
+
+def _drop(image: Image, counts: dict[int, int], bad: Mask, pruned: Pruned) -> None:
+    pruned.dropped_pages += int(np.count_nonzero(bad))
+    if not bad.any():
+        return
+    ends = np.cumsum(list(counts.values())).tolist()
+    for number, count, end in zip(counts, counts.values(), ends, strict=True):
+        own = image.rows_of_session(number)[bad[end - count : end]]
+        if not len(own):
+            continue
         keys = page_keys(own)
         pruned.drops.append((number, keys))
         image.drop_pages(number, keys)

@@ -28,9 +28,7 @@ from tierd.disk.frames import (
     Frame,
     FrameKind,
     Link,
-    find_frame,
     seed_of,
-    stray_frames,
     unpack_frame,
 )
 from tierd.disk.image import Image
@@ -38,14 +36,14 @@ from tierd.disk.journal import Segment
 from tierd.disk.ports import DiskPort
 from tierd.disk.records import unpack_records
 from tierd.disk.snapshot import SnapshotFile
+from tierd.disk.window import Window
 from tierd.errors import NotFound, StorageError
-from tierd.units import MIB, SECTOR_BYTES, round_up
+from tierd.units import SECTOR_BYTES, round_up
 
 if TYPE_CHECKING:
     from tierd.clock import Clock
 
 SLAB_FOLDER = "slab"
-_CHUNK_BYTES = 4 * MIB
 
 
 @dataclass(slots=True)
@@ -239,7 +237,8 @@ class _Recovery:
         steps = []
         for name in self._whole_names(journal.FOLDER):
             with _opened(self.disk, name) as (handle, size_bytes):
-                first = self._read(name, handle, min(size_bytes, SECTOR_BYTES))
+                first = memoryview(mmap.mmap(-1, SECTOR_BYTES))[: min(size_bytes, SECTOR_BYTES)]
+                self._read_piece(name, handle, 0, first)
                 number = journal.segment_number(name)
                 self.next_segment = max(self.next_segment, number + 1)
                 try:
@@ -248,13 +247,16 @@ class _Recovery:
                         raise StorageError("the first frame is no HEAD of this segment")
                     steps.append(_Step(number, head, size_bytes))
                 except StorageError as error:
-                    self._headless(name, self._read(name, handle, size_bytes), str(error))
+                    self._headless(name, self._window(name, handle, size_bytes), str(error))
         self.epoch = max([self.epoch, *(step.head.epoch for step in steps)])
         return sorted(steps, key=lambda step: (step.head.epoch, step.number))
 
-    def _headless(self, name: str, buffer: memoryview, reason: str) -> None:
+    def _window(self, name: str, handle: int, size_bytes: int) -> Window:
+        return Window(lambda at, piece: self._read_piece(name, handle, at, piece), size_bytes)
+
+    def _headless(self, name: str, window: Window, reason: str) -> None:
         """A HEAD is durable before anything but copies is written: other frames are damage."""
-        for frame in stray_frames(buffer, 0, self.seed):
+        for frame in window.strays(self.seed):
             if frame.kind == FrameKind.COPY:
                 continue
             self.report.damage.append(f"{name}: {reason}, and holds frame {frame.sequence}")
@@ -285,21 +287,24 @@ class _Recovery:
                 return False
             self._enter(step.head)
         with _opened(self.disk, name) as (handle, size_bytes):
-            buffer = self._read(name, handle, size_bytes)
-        offset = self._walk(name, buffer, step.head, cut)
-        missing = self.end.sequence + 1
-        if cut is not None:
-            if cut >= missing:
-                self._damaged(name, f"frames {missing} to {cut} are damaged")
-            return cut < missing
-        for frame in stray_frames(buffer, offset, self.seed):
-            if frame.epoch == step.head.epoch and frame.sequence >= missing:
+            window = self._window(name, handle, size_bytes)
+            self._walk(name, window, step.head, cut)
+            missing = self.end.sequence + 1
+            if cut is None:
+                return self._look_beyond(name, window, step.head.epoch, missing)
+        if cut >= missing:
+            self._damaged(name, f"frames {missing} to {cut} are damaged")
+        return cut < missing
+
+    def _look_beyond(self, name: str, window: Window, epoch: int, missing: int) -> bool:
+        """Tell a torn end from damage; return whether it is no damage."""
+        self.report.torn_tail |= not window.blank_here()
+        for frame in window.strays(self.seed):
+            if frame.epoch == epoch and frame.sequence >= missing:
                 self.report.torn_tail = True
                 if frame.durable >= missing:
                     self._damaged(name, f"frame {missing} is damaged, it had been durable")
                     return False
-        start = round_up(offset, SECTOR_BYTES)
-        self.report.torn_tail |= any(buffer[start : start + SECTOR_BYTES])
         return True
 
     def _advance(self, frame: Frame) -> None:
@@ -315,21 +320,22 @@ class _Recovery:
             # That epoch's superblock, older than this frame, already spoke for more.
             self.limit_epoch, self.image.slab_limit = head.epoch, 0
 
-    def _walk(self, name: str, buffer: memoryview, head: Frame, cut: int | None) -> int:
-        """Apply frames from the HEAD on; return the offset after the last that follows."""
-        link, offset = head.link, head.length
+    def _walk(self, name: str, window: Window, head: Frame, cut: int | None) -> None:
+        """Apply frames from the HEAD on; leave the window after the last that follows."""
+        link = head.link
+        window.offset = head.length
         while cut is None or link.sequence < cut:
-            frame = find_frame(buffer, offset, link, self.seed)
+            frame = window.find(link, self.seed)
             if frame is None and link.sequence < self.end.sequence:
                 # Damaged where the snapshot covers it: go on behind.
-                strays = stray_frames(buffer, offset, self.seed)
+                strays = window.strays(self.seed)
                 frame = next((stray for stray in strays if stray.follows == self.end), None)
             if frame is None or (frame.sequence > self.end.sequence and frame.follows != self.end):
                 break
             if frame.sequence > self.end.sequence and not self._apply(name, frame):
                 break
-            link, offset = frame.link, frame.offset + frame.length
-        return offset
+            link = frame.link
+            window.pass_by(frame)
 
     def _apply(self, name: str, frame: Frame) -> bool:
         """Apply a frame whole; return whether it could be understood."""
@@ -347,14 +353,8 @@ class _Recovery:
     def _damaged(self, name: str, reason: str) -> None:
         self.report.damage.append(f"{name}: {reason}")
 
-    def _read(self, name: str, handle: int, size_bytes: int) -> memoryview:
-        """Read a file's start; sectors that cannot be read, tried twice, are zeros and damage."""
-        buffer = memoryview(mmap.mmap(-1, max(size_bytes, 1)))[:size_bytes]
-        for start in range(0, size_bytes, _CHUNK_BYTES):
-            self._read_piece(name, handle, start, buffer[start : start + _CHUNK_BYTES])
-        return buffer
-
     def _read_piece(self, name: str, handle: int, offset: int, piece: memoryview) -> None:
+        """Fill `piece`; sectors that cannot be read, tried twice, are zeros and damage."""
         for _ in range(2):
             try:
                 return self.disk.read_into(handle, offset, piece)

@@ -5,14 +5,16 @@
 
 Invariants:
   in each slab, free + reserved + resident + retired + bad == slots
-  a slab that takes no more hands out no slot
+  a slab that takes no more has no free slot: what would be free is bad
   no slot below a slab's `first_free` is free
+  each slab with a free slot is in `roomy`, lowest first; one without may still be
   a generation never falls, and rises at each reserve
   the slabs of all pools of a tier together are the budget's used bytes
 """
 
 from __future__ import annotations
 
+import heapq
 import os
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -170,10 +172,19 @@ class _Slab:
     free_count: int
     first_free: int = 0
     takes: bool = True
+    is_roomy: bool = True
     retired: deque[tuple[int, int]] = field(default_factory=deque)
 
-    def take(self, count: int) -> npt.NDArray[np.intp]:
+    def take(self, count: int) -> npt.NDArray[np.intp] | range:
         """Reserve the lowest free slots, at most `count`; return which."""
+        first = self.first_free
+        if count == 1 and first < len(self.states) and self.states[first] == FREE:
+            # Page by page is how the mover asks: a tenth of the time of the general way.
+            self.states[first] = RESERVED
+            self.generations[first] += 1
+            self.free_count -= 1
+            self.first_free = first + 1
+            return range(first, first + 1)
         end = self.first_free + max(2 * count, _SEARCH_SLOTS)
         while True:
             searched = self.states[self.first_free : end]
@@ -217,6 +228,8 @@ class SlabPool:
         self._backing = backing
         self._ids = ids
         self._slabs: dict[int, _Slab] = {}
+        self._free_count = 0
+        self._roomy: list[int] = []  # a heap of slab ids
 
     # -- what there is --------------------------------------------------------
 
@@ -234,10 +247,7 @@ class SlabPool:
 
     def available_slots(self) -> int:
         """Return how many slots `reserve` could hand out: free ones and ones to be added."""
-        return self._free_slots() + self._budget.remaining_bytes // self.slot_bytes
-
-    def _free_slots(self) -> int:
-        return sum(slab.free_count for slab in self._slabs.values() if slab.takes)
+        return self._free_count + self._budget.remaining_bytes // self.slot_bytes
 
     def counts(self) -> SlotCounts:
         """Return the slots by state."""
@@ -256,23 +266,34 @@ class SlabPool:
         """
         if count <= 0 or self.available_slots() < count:
             return []
-        while self._free_slots() < count:
+        while self._free_count < count:
             self._add_slab()
         taken: list[SlotRef] = []
-        for slab_id, slab in self._slabs.items():
-            if len(taken) == count:
-                break
-            if slab.free_count and slab.takes:
-                taken.extend(self._take(slab_id, slab, count - len(taken)))
+        while len(taken) < count:
+            slab_id = self._roomy[0]
+            slab = self._slabs.get(slab_id)
+            if slab is None or not slab.free_count:
+                heapq.heappop(self._roomy)
+                if slab is not None:
+                    slab.is_roomy = False
+                continue
+            taken += self._take(slab_id, slab, count - len(taken))
         return taken
 
     def _take(self, slab_id: int, slab: _Slab, count: int) -> list[SlotRef]:
         slots = slab.take(count)
-        generations = slab.generations[slots].tolist()
-        return [
-            SlotRef(slab_id, slot, generation)
-            for slot, generation in zip(slots.tolist(), generations, strict=True)
-        ]
+        self._free_count -= len(slots)
+        return [SlotRef(slab_id, int(slot), int(slab.generations[slot])) for slot in slots]
+
+    def _free(self, slab_id: int, slab: _Slab, slot: int) -> None:
+        if not slab.takes:
+            slab.states[slot] = BAD
+            return
+        slab.free(slot)
+        self._free_count += 1
+        if not slab.is_roomy:
+            slab.is_roomy = True
+            heapq.heappush(self._roomy, slab_id)
 
     def _add_slab(self) -> None:
         slots = min(self._slots_per_slab, self._budget.remaining_bytes // self.slot_bytes)
@@ -282,6 +303,8 @@ class SlabPool:
         self._slabs[record.slab] = _Slab(
             np.zeros(slots, np.uint8), np.zeros(slots, np.uint32), free_count=slots
         )
+        self._free_count += slots
+        heapq.heappush(self._roomy, record.slab)
 
     def restore(
         self,
@@ -309,10 +332,16 @@ class SlabPool:
         slab.states[list(bad)] = BAD
         slab.free_count = int((slab.states == FREE).sum())
         self._slabs[record.slab] = slab
+        self._free_count += slab.free_count
+        heapq.heappush(self._roomy, record.slab)
 
     def close_slab(self, slab_id: int) -> None:
-        """Hand out no more slots of a slab: its disk has failed it."""
-        self._slabs[slab_id].takes = False
+        """Hand out no more slots of a slab: its disk has failed it. Free ones are bad now."""
+        slab = self._slabs[slab_id]
+        slab.takes = False
+        slab.states[slab.states == FREE] = BAD
+        self._free_count -= slab.free_count
+        slab.free_count = 0
 
     def condemn(self, slot: SlotRef) -> None:
         """A resident slot's bytes came back wrong: it is never used again, so needs no epoch."""
@@ -324,7 +353,7 @@ class SlabPool:
 
     def abort(self, slot: SlotRef) -> None:
         """A reserved slot is not wanted after all."""
-        self._slab(slot, RESERVED).free(slot.slot)
+        self._free(slot.slab, self._slab(slot, RESERVED), slot.slot)
 
     def retire(self, slot: SlotRef, epoch: int) -> None:
         """A resident slot's page is unpublished at `epoch`. Epochs must not fall."""
@@ -344,10 +373,10 @@ class SlabPool:
     def reclaim(self, safe_epoch: int) -> int:
         """Free the slots retired before `safe_epoch`; return how many."""
         freed = 0
-        for slab in self._slabs.values():
+        for slab_id, slab in self._slabs.items():
             while slab.retired and slab.retired[0][0] < safe_epoch:
                 _, slot = slab.retired.popleft()
-                slab.free(slot)
+                self._free(slab_id, slab, slot)
                 freed += 1
         return freed
 
@@ -357,7 +386,9 @@ class SlabPool:
         return sum(self._release(slab_id) for slab_id in empty)
 
     def _release(self, slab_id: int) -> int:
-        size_bytes = len(self._slabs.pop(slab_id).states) * self.slot_bytes
+        slots = len(self._slabs.pop(slab_id).states)
+        self._free_count -= slots
+        size_bytes = slots * self.slot_bytes
         self._backing.destroy(slab_id)
         self._budget.give(size_bytes)
         return size_bytes
@@ -376,6 +407,9 @@ class SlabPool:
             assert retired == len(slab.retired), f"{slab_id=} {retired=} {len(slab.retired)=}"
             first = int(np.argmin(slab.states)) if free else total  # FREE is the least state
             assert slab.first_free <= first, f"{slab_id=} {first=} {slab.first_free=}"
+            assert slab.is_roomy == (slab_id in self._roomy) >= (free > 0), f"{slab_id=} {free=}"
         self._budget.check_integrity()
+        free_in_slabs = sum(slab.free_count for slab in self._slabs.values())
+        assert self._free_count == free_in_slabs, f"{self._free_count=} {free_in_slabs=}"
         used = self._budget.used_bytes
         assert self.capacity_bytes() <= used, f"{self.capacity_bytes()=} {used=}"
