@@ -19,8 +19,11 @@ import xxhash
 from tierd.carry import Batch
 from tierd.codec.layout import HEADER_BYTES, page_layout
 from tierd.demotions import DemotionPlan
+from tierd.disk.ledger import Ledger
 from tierd.disk.posix import PosixDisk
+from tierd.disk.simulated import SimulatedDisk
 from tierd.disk.slabfiles import SlabFiles
+from tierd.disk.volatile import VolatileLedger
 from tierd.errors import StorageError
 from tierd.memory.epochs import EpochWriter
 from tierd.memory.memfd import Mapping, create_memfd
@@ -85,16 +88,24 @@ class Rig:
         self,
         warm_bytes: int = 16 * INT8_BLOCK,
         cold_bytes: int = 1 << 24,
-        disk: MemoryDisk | PosixDisk | None = None,
+        disk: MemoryDisk | PosixDisk | SimulatedDisk | None = None,
+        *,
+        durable: bool = False,
+        first_number: int = 1,
     ) -> None:
         self.clock = FakeClock()
         self._failing_writes = 0
         self.disk = disk or MemoryDisk(fail=self._fault)
-        numbers = itertools.count(1)
+        numbers = itertools.count(first_number)
+        self.ledger: Ledger | VolatileLedger = VolatileLedger(bytes(range(16)))
+        if durable:
+            self.ledger = Ledger.open(
+                self.disk, new_uuid=lambda: bytes(range(16)), clock=self.clock, segment_bytes=65536
+            )
         self.store = Store(
             warm=TierParts(MemfdBacking(), warm_bytes, 1 << 20),
-            cold=TierParts(SlabFiles(self.disk), cold_bytes, 1 << 20),
-            store_uuid=bytes(range(16)),
+            cold=TierParts(SlabFiles(self.disk, self.ledger), cold_bytes, 1 << 20),
+            ledger=self.ledger,
             clock=self.clock,
             new_number=lambda: next(numbers),
         )
@@ -161,7 +172,13 @@ class Rig:
         """Suspend with `blocks` sealed blocks, all demoted already."""
         tokens = np.arange(blocks * session.block_tokens, dtype="<u4").tobytes()
         assert session.engine_id is not None
-        self.store.suspend_session(session.engine_id, session.number, tokens, blocks)
+        self.suspend_with(session, tokens, blocks)
+
+    def suspend_with(self, session: Session, token_ids: bytes, blocks: int) -> None:
+        """Suspend in a store that is not durable: nothing is waited for."""
+        assert session.engine_id is not None
+        self.store.begin_suspend(session.engine_id, session.number, token_ids, blocks)
+        self.store.finish_suspend(session)
 
     def stored(self, engine_id: int = 1, blocks: int = 4, namespace: Namespace = INT8) -> Session:
         """Return a suspended session whose `blocks` blocks are warm."""
@@ -172,13 +189,15 @@ class Rig:
 
     def move(self, keys: Sequence[PageKey], to: Tier) -> None:
         """Carry pages to a tier, here and now."""
-        moves = [self.store.begin_move(key, to) for key in keys]
+        if to is Tier.COLD:
+            keys = [key for key in keys if not self.store.traffic.fall_back(key)]
+        moves = [self.store.traffic.begin_move(key, to) for key in keys]
         held = [move for move in moves if move is not None]
         assert len(held) == len(moves), "no room"
         batch = Batch(held, to, self.store.placement, self.clock, 1e9)
         batch.carry()
         assert batch.errors == [None] * len(held)
-        self.store.finish_moves(held)
+        self.store.traffic.finish(held)
 
     def bytes_of(self, session: Session, layer: int, block: int) -> bytes:
         """Return a page's payload from wherever it is."""
@@ -198,7 +217,7 @@ class Rig:
 
     def pages(self, session: Session, tier: Tier) -> list[PageKey]:
         """Return a session's pages in a tier."""
-        return self.store.pages_in(tier, session, session.index.blocks_in(tier))
+        return self.store.traffic.pages_in(tier, session, session.index.blocks_in(tier))
 
     def settle(self, passes: int = 50) -> None:
         """Pump and run the lanes until nothing is begun any more."""

@@ -21,7 +21,7 @@ def demoted(rig: Rig):
 
 
 def carry(rig: Rig, keys: list[PageKey], to: Tier) -> tuple[Batch, list[Move]]:
-    moves = [rig.store.begin_move(key, to) for key in keys]
+    moves = [rig.store.traffic.begin_move(key, to) for key in keys]
     batch = Batch(moves, to, rig.store.placement, rig.clock, 1e9)
     batch.carry()
     return batch, moves
@@ -44,7 +44,7 @@ def test_bytes_go_through_a_real_file_and_back(tmp_path):
 def test_a_damaged_warm_page_is_not_written_and_the_others_are():
     rig = Rig()
     _, keys = demoted(rig)
-    moves = [rig.store.begin_move(key, Tier.COLD) for key in keys]
+    moves = [rig.store.traffic.begin_move(key, Tier.COLD) for key in keys]
     moves[0].warm[HEADER_BYTES + 7] ^= 1
     batch = Batch(moves, Tier.COLD, rig.store.placement, rig.clock, 1e9)
     batch.carry()

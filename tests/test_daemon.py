@@ -70,12 +70,22 @@ def run_once(folder: Path) -> None:
         store_session(client, 4)
 
 
-def test_slab_files_of_a_killed_daemon_are_removed_at_the_next_start(tmp_path: Path) -> None:
-    (tmp_path / "cold/slab").mkdir(parents=True)
-    (tmp_path / "cold/slab/0000002a").write_bytes(bytes(4096))
+def test_slab_files_that_the_ledger_does_not_know_are_removed_at_the_next_start(
+    tmp_path: Path,
+) -> None:
     config = small_config(tmp_path, **{"cold.ephemeral": False})
     with EmbeddedDaemon(config):
+        (tmp_path / "cold/slab/0000002a").write_bytes(bytes(4096))
+    with EmbeddedDaemon(config):
         assert os.listdir(tmp_path / "cold/slab") == []
+
+
+def test_slab_files_without_a_superblock_are_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "cold/slab").mkdir(parents=True)
+    (tmp_path / "cold/slab/0000002a").write_bytes(bytes(4096))
+    with pytest.raises(StorageError, match="superblock"):
+        EmbeddedDaemon(small_config(tmp_path, **{"cold.ephemeral": False})).__enter__()
+    assert os.listdir(tmp_path / "cold/slab") == ["0000002a"]
 
 
 def test_a_daemon_that_cannot_start_says_so_to_its_caller(tmp_path: Path) -> None:
@@ -353,7 +363,7 @@ def test_a_daemon_drains_and_removes_its_sockets(tmp_path: Path, how: signal.Sig
         assert daemon.wait(timeout=5.0) == 0
         assert os.listdir(tmp_path / "run") == []
         kept = {path.name for path in (tmp_path / "cold").rglob("*") if path.is_file()}
-        assert kept <= {"LOCK"}
+        assert not {name for name in kept if name.endswith(".slab") or name.startswith(".")}
         with pytest.raises(DaemonUnavailable):
             client.stats()
 

@@ -26,10 +26,10 @@ def test_the_page_is_published_at_its_source_until_the_move_is_finished(rig):
     session = rig.session()
     rig.demote(session, [1])
     source = session.index.get(0, 1).place
-    move = rig.store.begin_move(PageKey(session.number, 0, 1), Tier.COLD)
+    move = rig.store.traffic.begin_move(PageKey(session.number, 0, 1), Tier.COLD)
     assert session.index.get(0, 1).place == source
     rig.store.check_integrity()
-    rig.store.abort_move(move)
+    rig.store.traffic.abort(move)
     assert session.index.get(0, 1).place == source
 
 
@@ -43,7 +43,7 @@ def test_a_page_dropped_while_it_moves_holds_both_slots_until_the_move_ends(
     rig.demote(session, [1])
     if tier is Tier.WARM:
         rig.move(keys_of(session), Tier.COLD)
-    moves = [rig.store.begin_move(key, tier) for key in keys_of(session)]
+    moves = [rig.store.traffic.begin_move(key, tier) for key in keys_of(session)]
     if loss == "close":
         rig.store.close_session(session.number, engine_id=1)
     elif loss == "truncate":
@@ -58,11 +58,11 @@ def test_a_page_dropped_while_it_moves_holds_both_slots_until_the_move_ends(
     assert len(moves[0].warm) == INT8_SLOT  # still mapped: the lane may be at it
     for move in moves:
         if ending == "finish":
-            rig.store.finish_moves([move])
+            rig.store.traffic.finish([move])
         elif ending == "abort":
-            rig.store.abort_move(move)
+            rig.store.traffic.abort(move)
         else:
-            rig.store.damaged(move)
+            rig.store.traffic.damaged(move)
         rig.store.check_integrity()
     moves.clear()
     del move
@@ -75,24 +75,26 @@ def test_a_page_dropped_while_it_moves_holds_both_slots_until_the_move_ends(
 def test_a_page_demoted_anew_while_its_old_self_moves_is_another_page(rig):
     session = rig.session()
     rig.demote(session, [1])
-    old = [rig.store.begin_move(key, Tier.COLD) for key in keys_of(session)]
+    old = [rig.store.traffic.begin_move(key, Tier.COLD) for key in keys_of(session)]
     rig.store.truncate(1, session.number, 1)
     rig.demote(session, [1], version=1)
-    new = [rig.store.begin_move(key, Tier.COLD) for key in keys_of(session)]
+    new = [rig.store.traffic.begin_move(key, Tier.COLD) for key in keys_of(session)]
     rig.store.check_integrity()
-    rig.store.finish_moves(old)
+    rig.store.traffic.finish(old)
     rig.store.check_integrity()
     expected = rig.payload(session, keys_of(session)[0], CodecId.INT8, version=1)
     assert rig.bytes_of(session, 0, 1) == expected
     assert session.index.get(0, 1).place.tier is Tier.WARM
     for move in new:
-        rig.store.abort_move(move)
+        rig.store.traffic.abort(move)
 
 
 def test_a_damaged_page_of_a_running_session_is_a_miss_and_counted(rig):
     session = rig.session()
     rig.demote(session, [1, 2])
-    rig.store.damaged(rig.store.begin_move(PageKey(session.number, 0, 1), Tier.COLD))
+    rig.store.traffic.damaged(
+        rig.store.traffic.begin_move(PageKey(session.number, 0, 1), Tier.COLD)
+    )
     assert session.index.get(0, 1) is None and session.index.get(1, 1) is not None
     assert rig.store.stats()["corrupt"] == 1
     assert rig.store.truncate(1, session.number, 1) == 3
@@ -100,7 +102,9 @@ def test_a_damaged_page_of_a_running_session_is_a_miss_and_counted(rig):
 
 def test_a_suspended_session_with_a_damaged_page_keeps_the_prefix_before_it(rig):
     session = rig.stored(blocks=4)
-    rig.store.damaged(rig.store.begin_move(PageKey(session.number, 0, 2), Tier.COLD))
+    rig.store.traffic.damaged(
+        rig.store.traffic.begin_move(PageKey(session.number, 0, 2), Tier.COLD)
+    )
     assert session.sealed_blocks == 2
     assert rig.store.resume_session(1, session.number, INT8, 1024).sealed_blocks == 2
 
@@ -110,8 +114,8 @@ def test_no_room_below_is_none_and_changes_nothing():
     rig.engine(1)
     session = rig.session()
     rig.demote(session, [1])
-    assert rig.store.begin_move(PageKey(session.number, 0, 1), Tier.COLD) is not None
-    assert rig.store.begin_move(PageKey(session.number, 1, 1), Tier.COLD) is None
+    assert rig.store.traffic.begin_move(PageKey(session.number, 0, 1), Tier.COLD) is not None
+    assert rig.store.traffic.begin_move(PageKey(session.number, 1, 1), Tier.COLD) is None
     rig.store.check_integrity()
 
 
@@ -119,10 +123,10 @@ def test_eviction_takes_the_newest_blocks_of_the_longest_suspended(rig):
     old = rig.stored(blocks=3)
     rig.clock.advance(1.0)
     young = rig.stored(blocks=3)
-    freed_bytes = rig.store.evict(INT8_BLOCK + 1)
+    freed_bytes = rig.store.traffic.evict(INT8_BLOCK + 1)
     assert freed_bytes == 2 * INT8_BLOCK
     assert (old.sealed_blocks, young.sealed_blocks) == (1, 3)
     assert rig.store.stats()["evictions"] == 2 * LAYERS
     rig.store.check_integrity()
-    rig.store.evict(1 << 30)
+    rig.store.traffic.evict(1 << 30)
     assert (old.sealed_blocks, young.sealed_blocks) == (0, 0)

@@ -56,12 +56,12 @@ def test_suspend_with_a_page_still_hot_is_refused_and_names_it(rig):
 def test_suspend_with_wrong_token_ids_is_refused(rig, token_bytes, sealed):
     session = rig.session()
     with pytest.raises(InvalidArgument):
-        rig.store.suspend_session(1, session.number, bytes(token_bytes), sealed)
+        rig.suspend_with(session, bytes(token_bytes), sealed)
 
 
 def test_a_session_of_no_sealed_block_can_be_suspended_and_resumed(rig):
     session = rig.session()
-    rig.store.suspend_session(1, session.number, bytes(40), 0)
+    rig.suspend_with(session, bytes(40), 0)
     assert rig.store.resume_session(1, session.number, INT8, 16).token_ids == bytes(40)
 
 
@@ -102,7 +102,7 @@ def test_sessions_of_another_engine_are_not_found(rig):
         lambda: rig.store.session(number, engine_id=2),
         lambda: rig.store.plan_demotion(2, number, [1], 1),
         lambda: rig.store.truncate(2, number, 0),
-        lambda: rig.store.suspend_session(2, number, b"", 0),
+        lambda: rig.store.begin_suspend(2, number, b"", 0),
         lambda: rig.store.close_session(number, engine_id=2),
     ):
         with pytest.raises(NotFound):

@@ -151,7 +151,7 @@ def test_hints_on_lost_blocks_await_nothing(rig):
     session = rig.stored(blocks=2)
     rig.move(keys_of(session), Tier.COLD)
     hint = rig.store.hint("a", session.number, deadline_seconds=5.0)
-    rig.store.evict(1)
+    rig.store.traffic.evict(1)
     assert not hint.awaited
 
 

@@ -4,8 +4,8 @@ Shape of `stats` (bytes and pages are ints; "tiers" has "warm" and "cold"):
 
     tiers: {tier: pages, bytes, capacity_bytes, used_bytes, peak_bytes, slabs,
                   reserved_slots, retired_slots}
-    demotions, spills, promotions, evictions, misses, corrupt, expired: pages
-        (expired: demotions) since the start
+    demotions, spills, backups, promotions, evictions, misses, corrupt, expired: pages
+        (expired: demotions) since the start; a backup is a cold copy of a page that stays warm
     demotions_open, moves_open, orphans, engines, epoch
     sessions: {running, idle, suspended}
     hints: {useful, late, wasted, cancelled, opened, open, clients}
@@ -23,7 +23,9 @@ from tierd.types import SessionState, Tier
 if TYPE_CHECKING:
     from tierd.store import Store
 
-COUNTERS = ("demotions", "spills", "promotions", "evictions", "misses", "corrupt", "expired")
+COUNTERS = (
+    "demotions", "spills", "backups", "promotions", "evictions", "misses", "corrupt", "expired",
+)  # fmt: skip
 
 
 def stats(store: Store) -> dict[str, Any]:
@@ -47,8 +49,11 @@ def stats(store: Store) -> dict[str, Any]:
 def _tier(store: Store, tier: Tier) -> dict[str, int]:
     pools = store.placement.pools[tier]
     counts = [(pool, pool.counts()) for pool in pools]
+    pages = sum(session.index.pages_in(tier) for session in store.book)
+    if tier is Tier.COLD:
+        pages += sum(store.keeper.cold_pages(s) for s in store.book if s.dormant)
     return {
-        "pages": sum(session.index.pages_in(tier) for session in store.book),
+        "pages": pages,
         "bytes": sum(pool.slot_bytes * count.resident for pool, count in counts),
         "capacity_bytes": pools.budget.limit_bytes,
         "used_bytes": pools.budget.used_bytes,
@@ -69,6 +74,7 @@ def check_integrity(store: Store) -> None:
         )
     store.demotions.check_integrity()
     store.hints.check_integrity()
+    store.keeper.check_integrity()
     resident, reserved = _owned_slots(store)
     for tier in STORED_TIERS:
         pools = store.placement.pools[tier]
@@ -87,10 +93,13 @@ def _owned_slots(store: Store) -> tuple[Counter[SlabPool], Counter[SlabPool]]:
     places: set[tuple[int, int]] = set()
     for session in store.book:
         for _, page in session.index:
-            resident[placement.pool(page.place.tier, session, page.place.codec)] += 1
-            places.add((page.place.slab, page.place.slot))
-    pages = sum(len(session.index) for session in store.book)
-    assert len(places) == pages, f"{pages} pages share {len(places)} slots"
+            for place in page.places():
+                resident[placement.pool(place.tier, session, place.codec)] += 1
+                places.add((place.slab, place.slot))
+    pages = sum(len(session.index) + session.index.backed_count for session in store.book)
+    assert len(places) == pages, f"{pages} pages and backings share {len(places)} slots"
+    for pool, slots in _unlooked_slots(store).items():
+        resident[pool] += slots
     for demotion in store.demotions:
         for _, place in demotion.plan.pages():
             reserved[placement.pool(place.tier, demotion.session, place.codec)] += 1
@@ -105,6 +114,17 @@ def _owned_slots(store: Store) -> tuple[Counter[SlabPool], Counter[SlabPool]]:
                 f"move of {move.key} from {move.source}, but the page is {found}"
             )
     return resident, reserved
+
+
+def _unlooked_slots(store: Store) -> Counter[SlabPool]:
+    """Count the cold slots of dormant and unclaimed sessions: the ledger alone has them."""
+    pool_of = {slab: pool for pool in store.placement.pools[Tier.COLD] for slab in pool.slabs()}
+    dormant = {session.number for session in store.book if session.dormant}
+    slots: Counter[SlabPool] = Counter()
+    for number in dormant | set(store.keeper.unclaimed):
+        for slab in store.ledger.pages_of(number)["slab"].tolist():
+            slots[pool_of[slab]] += 1
+    return slots
 
 
 def _check_pool(pool: SlabPool, resident: Counter[SlabPool], reserved: Counter[SlabPool]) -> None:

@@ -46,6 +46,8 @@ from tierd.types import CodecId, Namespace, Tier
 
 # 64 MiB/s is the slowest memory we promise for: 16 MiB of token ids and 64 MiB of headers.
 SUSPEND_SECONDS = 10.0
+SLOWEST_BYTES_PER_SECOND = 64 << 20  # the slowest disk that the daemon promises for
+SUSPEND_SECONDS_MAX = 600.0
 READ_TRIES = 3
 _BACKOFF_SECONDS = 0.02  # times 0.5 to 1.5, doubled at each try
 
@@ -171,21 +173,11 @@ class Client:
             finally:
                 os.close(fd)
         except (TierdError, OSError):
-            self._give_back(number, token_ids, sealed_blocks)
+            with contextlib.suppress(TierdError):  # what made the handle fail is what is heard
+                self.call(self._sessions.Close, pb.CloseRequest(session=number, owned=True))
             raise
         ids = wire.token_ids_from_wire(token_ids)
         return SessionHandle(self, number, namespace, table, ids, sealed_blocks)
-
-    def _give_back(self, number: int, token_ids: bytes, sealed_blocks: int) -> None:
-        """Undo an open or a resume that led to no handle, so that nothing suspended is lost."""
-        with contextlib.suppress(TierdError):  # what made the handle fail is what the caller hears
-            if token_ids:
-                request = pb.SuspendRequest(
-                    session=number, token_ids=token_ids, sealed_blocks=sealed_blocks
-                )
-                self.call(self._sessions.Suspend, request, SUSPEND_SECONDS)
-            else:
-                self.call(self._sessions.Close, pb.CloseRequest(session=number, owned=True))
 
     def sessions(self) -> list[dict[str, Any]]:
         """Return a row for each session the daemon keeps, oldest first."""
@@ -343,11 +335,6 @@ class SessionHandle:
         self.sealed_blocks = sealed_blocks
         self._open = True
 
-    @property
-    def is_open(self) -> bool:
-        """Whether this client still owns the session, as far as it knows."""
-        return self._open
-
     def plan_demotion(
         self,
         hot_blocks: Sequence[int],
@@ -424,27 +411,32 @@ class SessionHandle:
         """Leave the session to the daemon: token ids uint32 [tokens], and its sealed blocks.
 
         Every page of these blocks must be committed: PageMiss names one that
-        is not. The handle is closed after this.
+        is not. Where the daemon's cold tier outlives it, this returns when all of
+        it is on disk; TierFull and StorageError leave the session with this client.
+        The handle is closed after this.
         """
+        size_bytes = sealed_blocks * self.namespace.geometry.block_bytes
+        seconds = min(SUSPEND_SECONDS + size_bytes / SLOWEST_BYTES_PER_SECOND, SUSPEND_SECONDS_MAX)
         request = wire.request(
             pb.SuspendRequest,
             session=self.number,
             token_ids=wire.token_ids_to_wire(token_ids),
             sealed_blocks=sealed_blocks,
         )
-        self._client.call(self._sessions.Suspend, request, SUSPEND_SECONDS)
+        self._client.call(self._sessions.Suspend, request, seconds)
         self._end()
 
-    def close(self) -> None:
-        """Drop the session and all it holds, if this client still owns it. Idempotent.
+    def close(self, *, discard: bool = False) -> None:
+        """End the session, if this client still owns it. Idempotent.
 
-        A daemon that is gone, or has closed the session already, is no error:
-        there is nothing left to free.
+        It is dropped with all it holds; one that was resumed stays as it was last
+        suspended, unless `discard`. A daemon that is gone, or has closed the session
+        already, is no error: there is nothing left to free.
         """
         if not self._open:
             return
         try:
-            request = pb.CloseRequest(session=self.number, owned=True)
+            request = pb.CloseRequest(session=self.number, owned=True, discard=discard)
             self._client.call(self._sessions.Close, request)
         except (DaemonUnavailable, NotFound):
             pass

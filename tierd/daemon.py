@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import secrets
 import signal
 import threading
@@ -25,8 +26,12 @@ from tierd import __version__
 from tierd.bootstrap import BootstrapServer, Peer, Reply
 from tierd.clock import SystemClock
 from tierd.config import DaemonConfig, check_memory
+from tierd.disk.journal import SEGMENT_BYTES
+from tierd.disk.ledger import Ledger
 from tierd.disk.posix import PosixDisk
+from tierd.disk.recovery import RecoveryReport
 from tierd.disk.slabfiles import SlabFiles
+from tierd.disk.volatile import VolatileLedger
 from tierd.errors import (
     ConfigError,
     DaemonUnavailable,
@@ -34,6 +39,7 @@ from tierd.errors import (
     InvalidArgument,
     StorageFull,
     TierdError,
+    TierFull,
 )
 from tierd.lanes import ThreadLanes
 from tierd.logs import new_log
@@ -50,6 +56,9 @@ from tierd.types import Tier
 from tierd.units import SECTOR_BYTES, format_size
 
 _COLD_FREE_SHARE = 0.9  # of the free space, where no cap is set: the rest stays for others
+# Of a cap that counts every byte: five segments of journal, and one for superblock and snapshots.
+SEGMENTS_RESERVED = 6
+SEGMENT_BYTES_MIN = 64 << 10
 _START_SECONDS, _STOP_SECONDS = 10.0, 10.0  # an embedded daemon's; it starts in well under one
 _SCRAPE_SECONDS = 2.0
 
@@ -79,17 +88,12 @@ class Daemon:
     async def _start(self) -> None:
         config = self.config
         check_memory(config)
+        raise_file_limit()
         self._stopping = asyncio.Event()
         disk = PosixDisk(config.cold.folder, ephemeral=config.cold.ephemeral)
         self._stack.callback(disk.close)
-        disk.remove_leftovers("slab")  # until the ledger says which can be trusted
         self.disk = disk
-        self.store = Store(
-            warm=TierParts(MemfdBacking(), config.warm.budget_bytes, config.warm.slab_bytes),
-            cold=TierParts(SlabFiles(disk), self._cold_bytes(disk), config.cold.slab_bytes),
-            store_uuid=secrets.token_bytes(16),
-            clock=SystemClock(),
-        )
+        self.store = self._open_store(disk)
         self._stack.callback(self.store.close)
         self.mover = Mover(self.store, ThreadLanes())
         mover_task = asyncio.create_task(self._run_mover(), name="tierd-mover")
@@ -122,6 +126,48 @@ class Daemon:
             warm_bytes=config.warm.budget_bytes, cold=disk.describe(),
         )  # fmt: skip
 
+    def _open_store(self, disk: PosixDisk) -> Store:
+        """Recover what the cold folder holds. Raises StorageError, StorageFull, ConfigError."""
+        config, clock = self.config, SystemClock()
+        cap_bytes = self._cold_bytes(disk)
+        ledger: Ledger | VolatileLedger
+        if config.cold.ephemeral:
+            ledger = VolatileLedger(secrets.token_bytes(16))
+        else:
+            segment_bytes = journal_bytes(cap_bytes)
+            ledger = Ledger.open(
+                disk,
+                new_uuid=lambda: secrets.token_bytes(16),
+                clock=clock,
+                segment_bytes=segment_bytes,
+            )
+            self._log_recovery(ledger.recovery)
+            cap_bytes -= SEGMENTS_RESERVED * segment_bytes
+        self._stack.callback(ledger.close)
+        try:
+            return Store(
+                warm=TierParts(MemfdBacking(), config.warm.budget_bytes, config.warm.slab_bytes),
+                cold=TierParts(SlabFiles(disk, ledger), cap_bytes, config.cold.slab_bytes),
+                ledger=ledger,
+                clock=clock,
+            )
+        except TierFull:
+            raise ConfigError(
+                f"cold.cap_bytes: {disk.folder} holds {format_size(disk.used_bytes())} already, "
+                f"more than {format_size(cap_bytes)}"
+            ) from None
+
+    def _log_recovery(self, found: RecoveryReport) -> None:
+        seconds = sum(found.seconds.values())
+        self.log.info(
+            "recovered", pages=found.rows, frames=found.frames, seconds=round(seconds, 3),
+            torn_tail=found.torn_tail,
+        )  # fmt: skip
+        for damage in found.damage:
+            self.log.warning("damage found", what=damage)
+        for number, token in found.lost:
+            self.log.warning("a session lost pages", session=f"{number:016x}", first_token=token)
+
     def _serve_metrics(self, metrics: Metrics) -> Callable[[], None]:
         loop, port = asyncio.get_running_loop(), self.config.service.metrics_port
 
@@ -138,12 +184,13 @@ class Daemon:
             raise ConfigError(f"service.metrics_port: {port}: {error.strerror}") from None
 
     def _cold_bytes(self, disk: PosixDisk) -> int:
-        free = int(disk.free_bytes() * _COLD_FREE_SHARE)
-        cap = self.config.cold.cap_bytes or free
-        if cap > disk.free_bytes():
+        free, used = disk.free_bytes(), disk.used_bytes()
+        cap = self.config.cold.cap_bytes or used + int(free * _COLD_FREE_SHARE)
+        if cap > free + used:
+            holds = f" and holds {format_size(used)}" if used else ""
             raise StorageFull(
                 f"cold.cap_bytes is {format_size(cap)}; {disk.folder} has "
-                f"{format_size(disk.free_bytes())} free"
+                f"{format_size(free)} free{holds}"
             )
         return cap // SECTOR_BYTES * SECTOR_BYTES
 
@@ -162,6 +209,12 @@ class Daemon:
         if self._stopping is not None:
             self._stopping.set()
 
+    @property
+    def leaves_engines(self) -> bool:
+        """Whether it stops while engines live on, which will look for the next daemon."""
+        stopping = self._stopping is not None and self._stopping.is_set()
+        return stopping and self.store.keeper.durable
+
     async def wait_drained(self) -> None:
         """Return once `drain` was called."""
         assert self._stopping is not None, "the daemon is not started"
@@ -178,6 +231,19 @@ class Daemon:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
         self.log.info("stopping")
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may: two a cold slab, two a client."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def journal_bytes(cap_bytes: int) -> int:
+    """Return the bytes of a journal's segment: 64 MiB, and less for a small cold tier."""
+    small = cap_bytes // 128 // SECTOR_BYTES * SECTOR_BYTES
+    return max(SEGMENT_BYTES_MIN, min(small, SEGMENT_BYTES))
 
 
 class _Host:
@@ -247,7 +313,8 @@ class _Host:
         daemon = self._daemon
         daemon.rpc.tokens.revoke(peer.client_id)
         if peer.kind == ENGINE:
-            daemon.store.drop_engine(peer.client_id)
+            if not daemon.leaves_engines:
+                daemon.store.drop_engine(peer.client_id)
             os.close(self._epoch_fds.pop(peer.client_id))
         daemon.store.drop_client(str(peer.client_id))
         daemon.mover.wake()

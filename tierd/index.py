@@ -5,7 +5,7 @@ page is set and gone when it is dropped, never later. `attach` and `detach`
 give and take the mirror when an engine comes and goes.
 
 Invariants:
-  each page is in exactly one tier, warm or cold
+  each page is in exactly one tier, warm or cold; a warm one may have a cold copy behind it
   the pages by tier and block are the pages by (layer, block), counted otherwise
   an attached table holds these pages and no others
 """
@@ -23,10 +23,19 @@ STORED_TIERS = (Tier.WARM, Tier.COLD)
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A published page: where it is, and the xxh3-128 digest (16 bytes) of its payload."""
+    """A published page: where it is, and the xxh3-128 digest (16 bytes) of its payload.
+
+    `backing`: the cold slot that holds the same bytes, of a warm page that has one. Sealed
+    pages never change, so a backing is never stale, and a spill to it copies nothing.
+    """
 
     place: Place
     digest: bytes
+    backing: Place | None = None
+
+    def places(self) -> list[Place]:
+        """Return every place whose slot is this page's."""
+        return [self.place] if self.backing is None else [self.place, self.backing]
 
 
 class SessionIndex:
@@ -36,6 +45,7 @@ class SessionIndex:
         self.layers = layers
         self._pages: dict[tuple[int, int], Page] = {}
         self._by_block: dict[Tier, dict[int, set[int]]] = {tier: {} for tier in STORED_TIERS}
+        self.backed_count = 0
         self._table: PageTableWriter | None = None
 
     def __len__(self) -> int:
@@ -68,10 +78,13 @@ class SessionIndex:
     def set(self, layer: int, block: int, page: Page) -> None:
         """Publish a page, in place of the one before it if there is one. Publish in batches,
         then call `bump`."""
-        self._forget(layer, block)
+        assert page.backing is None or page.place.tier is Tier.WARM, f"({layer}, {block}) {page}"
+        before = self._forget(layer, block)
         self._pages[layer, block] = page
+        self.backed_count += page.backing is not None
         self._by_block[page.place.tier].setdefault(block, set()).add(layer)
-        if self._table is not None:
+        moved = before is None or before.place != page.place
+        if self._table is not None and moved:
             self._table.publish(layer, block, page.place)
 
     def drop(self, layer: int, block: int) -> Page:
@@ -117,6 +130,7 @@ class SessionIndex:
     def _forget(self, layer: int, block: int) -> Page | None:
         page = self._pages.pop((layer, block), None)
         if page is not None:
+            self.backed_count -= page.backing is not None
             blocks = self._by_block[page.place.tier]
             blocks[block].discard(layer)
             if not blocks[block]:
@@ -129,6 +143,8 @@ class SessionIndex:
         assert sum(counted.values()) == len(self._pages), (
             f"index: {counted} by tier, {len(self._pages)} pages"
         )
+        backed = sum(page.backing is not None for page in self._pages.values())
+        assert backed == self.backed_count, f"index: {backed} backed, {self.backed_count=}"
         for (layer, block), page in self._pages.items():
             assert layer in self._by_block[page.place.tier].get(block, ()), (
                 f"index: page ({layer}, {block}) {page.place} is not counted in its tier"

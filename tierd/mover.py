@@ -4,7 +4,8 @@
     1. room that a planned demotion waits for      spill
     2. pages that a running engine asked for       promote
     3. pages that a hint foresees, by deadline     promote
-    4. spare warm slots for the next demotion      spill
+    4. sessions that are suspended                  copies to cold
+    5. spare warm slots for the next demotion      spill
 
 `pump` is one pass: it takes in what the lanes have done, lets the store tick,
 answers who waits, and begins new work while a lane is free. `run` pumps at
@@ -13,7 +14,8 @@ thread; a lane only copies and checks bytes (carry.py).
 
 Invariants:
   a batch's moves are finished, aborted or found damaged exactly once, when its
-  lane reports, however late
+  lane reports, however late; one to cold when the flush that holds it reports
+  a suspended session is its engine's no more only when all of it is durable
   every waiter is answered by its deadline
   while a batch is overdue, or just after an I/O error, nothing new is begun
 """
@@ -23,18 +25,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from tierd.carry import Batch
 from tierd.demotions import DemotionPlan, RoomNeeded
 from tierd.errors import (
-    DaemonUnavailable,
-    InvalidArgument,
     PageDamaged,
     StorageError,
     TierdError,
     TierFull,
 )
+from tierd.flusher import Flusher, Group
 from tierd.hints import HintTicket
 from tierd.lanes import Lanes
 from tierd.memory.slabs import SlabPool
@@ -43,6 +43,8 @@ from tierd.policy import NOTHING_IS_SAFE, Rank, Standing
 from tierd.sessions import Session
 from tierd.store import Store
 from tierd.types import CodecId, PageKey, SessionState, Tier
+from tierd.units import format_size
+from tierd.waiters import PARK_SECONDS_MAX, ParkWaiter, PromotionWaiter, RoomWaiter, Waiters
 
 TICK_SECONDS = 0.05
 # 64 MiB/s is the slowest disk we promise for: a batch takes 1/16 s there, so that a
@@ -51,7 +53,6 @@ BATCH_BYTES = 4 << 20
 SLOWEST_BYTES_PER_SECOND = 64 << 20
 IO_DEADLINE_SECONDS = 10.0  # 160 times a batch's time on the slowest disk
 RETRY_SECONDS = 1.0  # after an I/O error: a disk that is full or failing gets one try a second
-WAIT_SECONDS_MAX = 60.0
 STOP_SECONDS = 2.0  # 32 batches on the slowest disk; what hangs longer is left to its thread
 BANDWIDTH_WEIGHT = 0.2  # of the newest batch: about the last 5 count
 # Spare room lets a demotion start without waiting for the disk: a few blocks are enough
@@ -60,43 +61,22 @@ SPARE_BLOCKS = 4
 SPARE_SHARE = 16
 
 
-@dataclass(slots=True, eq=False)
-class _RoomWaiter:
-    """A demotion that waits until `slots` of `pool` can be reserved."""
-
-    session: Session
-    pool: SlabPool
-    slots: int
-    deadline_seconds: float
-    answer: asyncio.Future[None]
-
-
-@dataclass(slots=True, eq=False)
-class _PromotionWaiter:
-    """An engine that waits until `keys` are warm."""
-
-    session: Session
-    keys: list[PageKey]
-    deadline_seconds: float
-    answer: asyncio.Future[None]
-
-
 class Mover:
     """Background work over one store. All methods are for the event loop's thread."""
 
     def __init__(self, store: Store, lanes: Lanes) -> None:
         self._store = store
         self._lanes = lanes
+        self._traffic = store.traffic
         self._clock = store.clock
         self._flying: list[Batch] = []
         self._landed: list[Batch] = []
-        self._rooms: list[_RoomWaiter] = []
-        self._promotions: list[_PromotionWaiter] = []
+        self._waiters = Waiters(store)
         self._bytes_per_second = float(SLOWEST_BYTES_PER_SECOND)
         self._retry_at_seconds = float("-inf")
-        self._trouble = ""
         self._wake = asyncio.Event()
         self._stopping = False
+        self._flusher = Flusher(store.ledger, store.placement.cold_files, lanes, self.wake)
 
     # -- life -----------------------------------------------------------------------
     async def run(self) -> None:
@@ -109,17 +89,17 @@ class Mover:
                     await asyncio.wait_for(self._wake.wait(), TICK_SECONDS)
         finally:
             self._stopping = True
-            self._fail_waiters()
+            self._waiters.stop()
 
     async def stop(self) -> None:
         """End `run`, fail who waits with DaemonUnavailable, wait STOP_SECONDS for the lanes."""
         self._stopping = True
-        self._fail_waiters()
+        self._waiters.stop()
         self._lanes.stop()
         for _ in range(int(STOP_SECONDS / TICK_SECONDS)):
             self._wake.clear()
             self._take_in()
-            if not self._flying:
+            if not self._flying and not self._flusher.busy:
                 break
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), TICK_SECONDS)
@@ -134,11 +114,17 @@ class Mover:
         self._take_in()
         self._store.tick()
         now_seconds = self._clock.monotonic()
-        self._answer_rooms(now_seconds)
-        self._answer_promotions(now_seconds)
+        self._waiters.tell(now_seconds)
         if self._stalled(now_seconds) or self._stopping:
             return
-        for begin in (self._make_room, self._promote_demanded, self._promote_hinted, self._spare):
+        for begin in (
+            self._flush,
+            self._make_room,
+            self._promote_demanded,
+            self._promote_hinted,
+            self._park,
+            self._spare,
+        ):
             while self._lanes.free() and begin():
                 pass
 
@@ -159,7 +145,7 @@ class Mover:
         The calling engine must be quiescent: room is made by retiring slots,
         and these wait for every engine's step to end, the caller's too.
         """
-        deadline = self._deadline(deadline_seconds)
+        deadline = self._waiters.deadline(deadline_seconds)
         while True:
             try:
                 return self._store.plan_demotion(
@@ -173,6 +159,31 @@ class Mover:
             except RoomNeeded as full:
                 await self._room(self._store.session(number), full, deadline)
 
+    async def suspend(
+        self,
+        engine_id: int,
+        number: int,
+        token_ids: bytes,
+        sealed_blocks: int,
+        *,
+        deadline_seconds: float = 10.0,
+    ) -> None:
+        """Take a session from its engine once all that is kept of it is durable.
+
+        Where nothing can be (the cold tier ends with the daemon), at once. Errors as
+        Store.begin_suspend; TierFull, StorageError or DeadlineExceeded leave the session
+        with its engine.
+        """
+        deadline = self._waiters.deadline(deadline_seconds, PARK_SECONDS_MAX)
+        answer = self._waiters.new_answer()
+        session = self._store.begin_suspend(engine_id, number, token_ids, sealed_blocks)
+        if not self._store.keeper.durable:
+            self._store.finish_suspend(session)
+            return
+        self._waiters.parks.append(ParkWaiter(session, engine_id, deadline, answer))
+        self.wake()
+        await answer
+
     async def promote(
         self, engine_id: int, number: int, blocks: Sequence[int], *, deadline_seconds: float = 10.0
     ) -> int:
@@ -184,19 +195,19 @@ class Mover:
         """
         session = self._store.session(number, engine_id=engine_id)
         wanted = sorted({b for b in blocks if session.index.layers_of(b)})
-        cold = self._store.pages_in(Tier.COLD, session, wanted)
+        cold = self._traffic.pages_in(Tier.COLD, session, wanted)
         missing = len(set(blocks)) * session.layers - sum(
             len(session.index.layers_of(b)) for b in wanted
         )
         self._store.counts["misses"] += missing
         if cold:
-            waiter = _PromotionWaiter(
-                session, cold, self._deadline(deadline_seconds), self._new_answer()
+            waiter = PromotionWaiter(
+                session, cold, self._waiters.deadline(deadline_seconds), self._waiters.new_answer()
             )
-            self._promotions.append(waiter)
+            self._waiters.promotions.append(waiter)
             self.wake()
             await waiter.answer
-        return len(self._store.pages_in(Tier.WARM, session, wanted))
+        return len(self._traffic.pages_in(Tier.WARM, session, wanted))
 
     def hint(
         self,
@@ -229,92 +240,77 @@ class Mover:
         self.wake()
         return HintTicket(hint.hint_id, len(hint.awaited), estimated_seconds)
 
-    # -- who waits ----------------------------------------------------------------------
-    def _deadline(self, seconds: float) -> float:
-        if not 0.0 < seconds <= WAIT_SECONDS_MAX:
-            raise InvalidArgument(f"deadline is {seconds} s, must be 0 to {WAIT_SECONDS_MAX:g}")
-        return self._clock.monotonic() + seconds
-
-    def _new_answer(self) -> asyncio.Future[None]:
-        if self._stopping:
-            raise DaemonUnavailable("the daemon is stopping")
-        return asyncio.get_running_loop().create_future()
-
     async def _room(self, session: Session, full: RoomNeeded, deadline_seconds: float) -> None:
-        waiter = _RoomWaiter(session, full.pool, full.slots, deadline_seconds, self._new_answer())
-        self._rooms.append(waiter)
+        answer = self._waiters.new_answer()
+        waiter = RoomWaiter(session, full.pool, full.slots, deadline_seconds, answer)
+        self._waiters.rooms.append(waiter)
         self.wake()
         await waiter.answer
 
-    def _answer_rooms(self, now_seconds: float) -> None:
-        pools = self._store.placement.pools[Tier.WARM]
-        promised: dict[SlabPool, int] = {}
-        for waiter in list(self._rooms):
-            slots = promised.get(waiter.pool, 0) + waiter.slots
-            promised[waiter.pool] = slots
-            closed = waiter.session.state is SessionState.CLOSED
-            if closed or waiter.answer.done() or pools.make_available(waiter.pool, slots):
-                self._answer(waiter.answer)
-            elif now_seconds >= waiter.deadline_seconds:
-                self._answer(waiter.answer, TierFull(self._why_full()))
-            else:
-                continue
-            self._rooms.remove(waiter)
-
-    def _answer_promotions(self, now_seconds: float) -> None:
-        for waiter in list(self._promotions):
-            index = waiter.session.index
-            waiter.keys = [
-                key
-                for key in waiter.keys
-                if (page := index.get(key.layer, key.block)) and page.place.tier is Tier.COLD
-            ]
-            overdue = now_seconds >= waiter.deadline_seconds
-            if overdue or not waiter.keys or waiter.answer.done():
-                self._answer(waiter.answer)
-                self._promotions.remove(waiter)
-
-    def _answer(
-        self, answer: asyncio.Future[None], error: TierFull | DaemonUnavailable | None = None
-    ) -> None:
-        if answer.done():  # the call was cancelled
-            return
-        if error is None:
-            answer.set_result(None)
-        else:
-            answer.set_exception(error)
-
-    def _fail_waiters(self) -> None:
-        answers = [room.answer for room in self._rooms]
-        for answer in answers + [promotion.answer for promotion in self._promotions]:
-            self._answer(answer, DaemonUnavailable("the daemon is stopping"))
-        self._rooms.clear()
-        self._promotions.clear()
-
-    def _why_full(self) -> str:
-        retired = self._retired_bytes(Tier.WARM)
-        if self._trouble:
-            return f"no room in warm: the cold disk fails: {self._trouble}"
-        if retired:
-            return f"no room in warm: {retired} bytes wait for engines to end their steps"
-        return "no room in warm, and nothing in it can be spilled (is cold full?)"
-
     # -- work, most urgent first: each begins one batch and says whether it did -----------
+    def _flush(self) -> bool:
+        self._flusher.refuse()
+        return self._flusher.begin(self._clock.monotonic())
+
+    def _park(self) -> bool:
+        """Copy pages of a session that is being suspended to cold, or ask for its sync."""
+        for waiter in self._waiters.parks:
+            if waiter.flushing:
+                continue
+            session = waiter.session
+            unbacked = self._store.keeper.unbacked(session)
+            if not session.index.holds(range(session.sealed_blocks)):
+                lost = StorageError("a page of the session was lost meanwhile")
+                self._waiters.end_park(waiter, lost)
+                return True
+            if not unbacked:
+                waiter.flushing = True
+                self._flusher.add_waiter(waiter)
+                return self._flush()
+            waiting = [key for key in unbacked if key not in self._store.placement.moving]
+            moves = self._moves_to_cold(waiting, BATCH_BYTES, keeps_source=True)
+            if self._begin(moves, Tier.COLD):
+                return True
+            if waiting and not self._make_cold_room(waiting):
+                self._waiters.end_park(waiter, TierFull(self._no_cold_room(session, len(waiting))))
+                return True
+        return False
+
+    def _no_cold_room(self, session: Session, pages: int) -> str:
+        slot_bytes = self._store.placement.slot_bytes(session, session.namespace.codec)
+        budget = self._store.placement.pools[Tier.COLD].budget
+        return (
+            f"the cold tier has no room to keep the session: {pages} pages of "
+            f"{format_size(slot_bytes)} more, and {format_size(budget.limit_bytes)} are the cap. "
+            f"{self._waiters.trouble}"
+        ).strip()
+
+    def _make_cold_room(self, keys: Sequence[PageKey]) -> bool:
+        """Free cold slots if that can be; say whether some are, or are coming."""
+        if self._flying or self._store.retired_bytes(Tier.COLD):
+            return True
+        session = self._store.session(keys[0].session)
+        slot_bytes = self._store.placement.slot_bytes(session, session.namespace.codec)
+        freed_bytes = self._traffic.evict(min(len(keys) * slot_bytes, BATCH_BYTES))
+        if freed_bytes:
+            self.wake()
+        return freed_bytes > 0
+
     def _make_room(self) -> bool:
         short: dict[SlabPool, int] = {}
-        for waiter in self._rooms:
+        for waiter in self._waiters.rooms:
             slots = short.setdefault(waiter.pool, -waiter.pool.available_slots())
             short[waiter.pool] = slots + waiter.slots
         need_bytes = sum(pool.slot_bytes * slots for pool, slots in short.items() if slots > 0)
         return self._spill(need_bytes, NOTHING_IS_SAFE, evict=True)
 
     def _promote_demanded(self) -> bool:
-        for waiter in self._promotions:
-            below = self._store.rank(waiter.session)
+        for waiter in self._waiters.promotions:
+            below = self._traffic.rank(waiter.session)
             if self._promote(waiter.session, waiter.keys, below):
                 return True
-            if not self._flying and not self._retired_bytes(Tier.WARM):
-                self._answer(waiter.answer)  # no room, and none to come
+            if not self._flying and not self._store.retired_bytes(Tier.WARM):
+                self._waiters.answer(waiter.answer)  # no room, and none to come
         return False
 
     def _promote_hinted(self) -> bool:
@@ -340,18 +336,32 @@ class Mover:
         if need_bytes <= 0:
             return False
         need_bytes = min(need_bytes, BATCH_BYTES)
+        keys = self._traffic.choose_spills(need_bytes, below)
+        copied = [key for key in keys if not self._traffic.fall_back(key)]
+        if len(copied) < len(keys):
+            self.wake()  # the slots are free when the epoch has passed
+        moves = self._moves_to_cold(copied, need_bytes)
+        full = bool(copied) and not moves and not self._store.retired_bytes(Tier.COLD)
+        if evict and full and self._traffic.evict(need_bytes):
+            self.wake()  # what was dropped may be these keys: choose anew in a moment
+        return self._begin(moves, Tier.COLD)
+
+    def _moves_to_cold(
+        self, keys: Sequence[PageKey], need_bytes: int, *, keeps_source: bool = False
+    ) -> list[Move]:
         moves: list[Move] = []
-        for key in self._store.choose_spills(need_bytes, below):
-            move = self._begin_move(key, Tier.COLD)
+        if self._store.ledger.failed:
+            return moves
+        size_bytes = 0
+        for key in keys:
+            if size_bytes >= need_bytes:
+                break
+            move = self._begin_move(key, Tier.COLD, keeps_source=keeps_source)
             if move is None:
                 break
             moves.append(move)
-        else:
-            evict = False
-        if evict and not moves and not self._retired_bytes(Tier.COLD):
-            self._store.evict(need_bytes)  # it may drop these keys: choose anew in a moment
-            self.wake()
-        return self._begin(moves, Tier.COLD)
+            size_bytes += move.slot_bytes
+        return moves
 
     def _promote(self, session: Session, keys: Collection[PageKey], below: Rank) -> bool:
         """Begin to promote some of `keys`, or to make room for them from ranks under `below`."""
@@ -387,21 +397,18 @@ class Mover:
     def _coming_bytes(self) -> int:
         """Bytes of warm that spills under way and ending steps will free without more work."""
         flying = sum(batch.size_bytes for batch in self._flying if batch.to is Tier.COLD)
-        return flying + self._retired_bytes(Tier.WARM)
-
-    def _retired_bytes(self, tier: Tier) -> int:
-        return sum(p.counts().retired * p.slot_bytes for p in self._store.placement.pools[tier])
+        return flying + self._store.retired_bytes(Tier.WARM)
 
     # -- batches ----------------------------------------------------------------------------
-    def _begin_move(self, key: PageKey, to: Tier) -> Move | None:
+    def _begin_move(self, key: PageKey, to: Tier, *, keeps_source: bool = False) -> Move | None:
         try:
-            return self._store.begin_move(key, to)
+            return self._traffic.begin_move(key, to, keeps_source=keeps_source)
         except (StorageError, TierFull) as error:  # a slab that the budget allows cannot be made
             self._note_trouble(error)
             return None
 
     def _note_trouble(self, error: TierdError) -> None:
-        self._trouble = str(error)
+        self._waiters.trouble = str(error)
         self._retry_at_seconds = self._clock.monotonic() + RETRY_SECONDS
 
     def _begin(self, moves: list[Move], to: Tier) -> bool:
@@ -427,15 +434,38 @@ class Mover:
                 if error is None:
                     carried.append(move)
                 elif isinstance(error, PageDamaged):
-                    self._store.damaged(move)
+                    self._traffic.damaged(move)
                 else:
-                    self._store.abort_move(move)
+                    self._traffic.abort(move)
                     self._note_trouble(error)
-            self._store.finish_moves(carried)
+            if batch.to is Tier.COLD and self._store.keeper.durable:
+                self._traffic.record(carried)
+                self._flusher.add(carried)
+            else:
+                self._traffic.finish(carried)
             if carried:
                 self._measure(batch)
             if len(carried) == len(batch.moves):
-                self._trouble = ""
+                self._waiters.trouble = ""
+
+        for group in self._flusher.take_landed():
+            self._settle(group)
+
+    def _settle(self, group: Group) -> None:
+        """Publish what a flush made findable, or leave it where it was."""
+        for slab in self._store.placement.cold_files.suspects:
+            self._store.placement.shut_slab(slab)
+        parks = [park for park in self._waiters.parks if park in group.waiters and park.lasts]
+        if group.error is None:
+            self._traffic.finish(group.moves)
+            for park in parks:
+                self._waiters.end_park(park)
+            return
+        self._note_trouble(group.error)
+        for move in group.moves:
+            self._traffic.abort(move)
+        for park in parks:
+            self._waiters.end_park(park, group.error)
 
     def _measure(self, batch: Batch) -> None:
         if batch.seconds > 0:
@@ -444,6 +474,7 @@ class Mover:
 
     def _stalled(self, now_seconds: float) -> bool:
         overdue = any(now_seconds >= batch.deadline_seconds for batch in self._flying)
+        overdue |= self._flusher.overdue(now_seconds, IO_DEADLINE_SECONDS)
         if overdue:
-            self._trouble = f"no answer for {IO_DEADLINE_SECONDS:g} s"
+            self._waiters.trouble = f"no answer for {IO_DEADLINE_SECONDS:g} s"
         return overdue or now_seconds < self._retry_at_seconds

@@ -2,17 +2,24 @@
 
     reserve → commit | abort           a slot gets its page, or is free again
     publish → retire → reclaim         a page is found, is no longer, and its slot is free
-    begin_move → finish | abort        a published page is copied to another tier
+    begin_move → record → finish | abort   a published page is copied to another tier
+    fall_back, drop_backing            a warm page becomes its cold copy, or loses it
 
 What reads or writes a slot outside the event loop's thread (an engine that
 encodes, a thread that copies) holds the slot: it is not reused under it, even
 when the page it is for has gone. A move whose page is dropped meanwhile is an
 orphan: it runs to its end, and only then are both its slots freed.
 
+A page that came up from cold leaves its cold copy behind, as its backing: sealed
+pages never change, so the next spill of it copies nothing. What the ledger is
+told here, it is told in the order of the loop's thread, and before it is published.
+
 Invariants, per pool:
-  resident slots == indexed pages + sources of orphaned moves
+  resident slots == indexed pages and backings + sources of orphaned moves
+                    + what the ledger keeps for sessions not looked at yet
   reserved slots == slots of open demotions + destinations of moves
-  at most one move per page, and its source is a resident slot
+  at most one move per page, its source is a resident slot, and the page has no backing
+  the ledger has each page that is cold or backed, and each recorded move's
 """
 
 from __future__ import annotations
@@ -20,15 +27,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from tierd.codec.layout import HEADER_BYTES, page_layout
 from tierd.disk.header import SlotHeader
+from tierd.disk.records import PAGE_ROW
 from tierd.disk.slabfiles import SlabFiles
+from tierd.disk.volatile import LedgerPort
+from tierd.errors import NotFound
 from tierd.index import Page
 from tierd.memory.epochs import EpochClock
-from tierd.memory.slabs import MemfdBacking, SlabIds, SlabPool, SlotRef
+from tierd.memory.slabs import MemfdBacking, SlabPool, SlotRef
 from tierd.pools import TierParts, TierPools
 from tierd.sessions import Session
-from tierd.types import CodecId, PageKey, Place, Tier
+from tierd.types import CodecId, PageKey, Place, SlabRecord, Tier
+
+_GENERATION_MASK = 2**32 - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +52,7 @@ class Move:
     `warm` is the warm slot's memory (slot_bytes, writable): what a spill reads
     and a promotion fills. `digest` is the index's. Both slots are held until
     `finish_move` or `abort_move`, whatever becomes of the page: `orphaned`.
+    `keeps_source`: the copy becomes the page's backing. `recorded`: the ledger has it.
     """
 
     key: PageKey
@@ -47,7 +62,20 @@ class Move:
     digest: bytes
     warm: memoryview
     slot_bytes: int
+    keeps_source: bool = False
+    recorded: bool = False
     orphaned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SlabInfo:
+    """One slab as an engine may map it. `fd` belongs to the store: pass it on, never close it."""
+
+    slab: int
+    tier: Tier
+    slot_bytes: int
+    slots: int
+    fd: int
 
 
 def slot_of(place: Place) -> SlotRef:
@@ -67,18 +95,18 @@ class Placement:
         self,
         warm: TierParts,
         cold: TierParts,
-        store_uuid: bytes,
+        ledger: LedgerPort,
         announce: Callable[[int], None],
     ) -> None:
         assert isinstance(warm.backing, MemfdBacking) and isinstance(cold.backing, SlabFiles)
-        ids = SlabIds()
         self.warm_memory = warm.backing
         self.cold_files = cold.backing
         self.pools = {
-            Tier.WARM: TierPools(Tier.WARM, warm, ids),
-            Tier.COLD: TierPools(Tier.COLD, cold, ids),
+            Tier.WARM: TierPools(Tier.WARM, warm, ledger),
+            Tier.COLD: TierPools(Tier.COLD, cold, ledger),
         }
-        self.store_uuid = store_uuid
+        self.ledger = ledger
+        self.store_uuid = ledger.store_uuid
         self.epochs = EpochClock()
         self.moving: dict[PageKey, Move] = {}
         self.orphans: set[Move] = set()
@@ -95,10 +123,15 @@ class Placement:
         """Return the bytes of a slot that holds a session's page of this codec."""
         return page_layout(session.namespace.geometry, codec).slot_bytes
 
-    def slab_fd(self, tier: Tier, slab: int) -> int:
-        """Return the fd of a slab; the store keeps it."""
-        backing = self.warm_memory if tier is Tier.WARM else self.cold_files
-        return backing.fd(slab)
+    def slab_info(self, slab: int, namespaces: Collection[bytes]) -> SlabInfo:
+        """Return a slab of one of these namespaces. Raises NotFound."""
+        for tier, pools in self.pools.items():
+            backing = self.warm_memory if tier is Tier.WARM else self.cold_files
+            for pool in pools:
+                if pool.namespace_digest in namespaces and slab in pool.slabs():
+                    slots = pool.slabs()[slab]
+                    return SlabInfo(slab, tier, pool.slot_bytes, slots, backing.fd(slab))
+        raise NotFound(f"no slab {slab}")
 
     def reserve(self, tier: Tier, session: Session, codec: CodecId, pages: int) -> list[Place]:
         """Reserve a place for each of `pages` pages; all, or none: then the list is empty."""
@@ -119,6 +152,34 @@ class Placement:
         """Free the slots retired before `safe_epoch`, which every engine has passed."""
         return sum(pools.reclaim(safe_epoch) for pools in self.pools.values())
 
+    def restore_slab(self, slab: SlabRecord) -> None:
+        """Take in a cold slab of an earlier run with its pages. Raises StorageError, TierFull."""
+        self.cold_files.restore(slab)
+        used, generations = self.ledger.occupancy(slab.slab)
+        self.pools[Tier.COLD].pool(slab.namespace_digest, slab.slot_bytes).restore(
+            slab,
+            used,
+            generations,
+            self.ledger.quarantined(slab.slab),
+            # A slot is not written 4,096 times while a store is started once more: each write of
+            # it would be 4,096 slabs of it. So the generations of two runs do not meet.
+            (self.ledger.epoch << 12) & _GENERATION_MASK,
+        )
+
+    def discard(self, places: Sequence[Place]) -> None:
+        """Retire the cold slots of pages that are in no index."""
+        pool_of = {slab: pool for pool in self.pools[Tier.COLD] for slab in pool.slabs()}
+        epoch = self.epochs.retire()
+        for place in places:
+            pool_of[place.slab].retire(slot_of(place), epoch)
+        self._announce(self.epochs.now)
+
+    def shut_slab(self, slab: int) -> None:
+        """Put no more pages into a cold slab: its disk has failed it."""
+        for pool in self.pools[Tier.COLD]:
+            if slab in pool.slabs():
+                pool.close_slab(slab)
+
     def trim(self, namespaces: Collection[bytes]) -> None:
         """Give back the empty slabs of all but these namespaces."""
         for pools in self.pools.values():
@@ -135,20 +196,67 @@ class Placement:
     def drop(self, session: Session, keys: Sequence[PageKey]) -> None:
         """Unpublish pages and retire their slots; those being moved become orphans."""
         gone: list[Place] = []
+        forgotten: list[PageKey] = []
         for key in keys:
-            place = session.index.drop(key.layer, key.block).place
+            page = session.index.drop(key.layer, key.block)
             move = self.moving.get(key)
+            if any(place.tier is Tier.COLD for place in page.places()) or (move and move.recorded):
+                forgotten.append(key)
             if move is None:
-                gone.append(place)
+                gone.extend(page.places())
             else:
                 self._orphan(move)
         session.index.bump()
+        self._forget(session, forgotten)
         self._retire(session, gone)
 
     def _orphan(self, move: Move) -> None:
         del self.moving[move.key]
         move.orphaned = True
         self.orphans.add(move)
+
+    def condemn(self, session: Session, key: PageKey, reason: str) -> None:
+        """Drop a cold page whose bytes came back wrong; its slot is never used again."""
+        page = session.index.get(key.layer, key.block)
+        assert page is not None and page.place.tier is Tier.COLD, f"{key} is not cold: {page}"
+        assert key not in self.moving, f"{key} is on the move"
+        session.index.drop(key.layer, key.block)
+        session.index.bump()
+        self._forget(session, [key])
+        self._quarantine(session, page.place, reason)
+
+    def _quarantine(self, session: Session, place: Place, reason: str) -> None:
+        self.pool(place.tier, session, place.codec).condemn(slot_of(place))
+        self.ledger.quarantine(place.slab, place.slot, reason)
+
+    def fall_back(self, session: Session, key: PageKey) -> None:
+        """Spill a warm page to the cold copy that stands behind it: nothing is copied."""
+        page = session.index.get(key.layer, key.block)
+        assert page is not None and page.backing is not None, f"{key} has nothing behind it"
+        session.index.set(key.layer, key.block, Page(page.backing, page.digest))
+        session.index.bump()
+        self._retire(session, [page.place])
+
+    def drop_backings(self, session: Session, need_bytes: int, *, first_block: int) -> int:
+        """Give up cold copies of warm pages of blocks >= `first_block`; return bytes freed."""
+        gone: list[Place] = []
+        keys: list[PageKey] = []
+        freed_bytes = 0
+        for (layer, block), page in list(session.index) if session.index.backed_count else []:
+            if freed_bytes >= need_bytes:
+                break
+            if page.backing is not None and block >= first_block:
+                session.index.set(layer, block, Page(page.place, page.digest))
+                freed_bytes += self.slot_bytes(session, page.place.codec)
+                gone.append(page.backing)
+                keys.append(PageKey(session.number, layer, block))
+        self._forget(session, keys)
+        self._retire(session, gone)
+        return freed_bytes
+
+    def _forget(self, session: Session, keys: Sequence[PageKey]) -> None:
+        if keys:
+            self.ledger.drop_pages(session.number, [(key.layer, key.block) for key in keys])
 
     def _retire(self, session: Session, places: Sequence[Place]) -> None:
         if not places:
@@ -159,13 +267,16 @@ class Placement:
         self._announce(self.epochs.now)
 
     # -- moves --------------------------------------------------------------------
-    def begin_move(self, session: Session, key: PageKey, to: Tier) -> Move | None:
+    def begin_move(
+        self, session: Session, key: PageKey, to: Tier, *, keeps_source: bool = False
+    ) -> Move | None:
         """Reserve the destination and hold both slots; None if `to` has no room.
 
-        The page must be published in the other tier, and not on the move.
+        The page must be published in the other tier, without a backing, and not on the move.
         """
         page = session.index.get(key.layer, key.block)
         assert page is not None and page.place.tier is not to, f"{key} cannot move to {to!r}"
+        assert page.backing is None, f"{key} has a copy in {to!r} already"
         assert key not in self.moving, f"{key} is on the move already"
         places = self.reserve(to, session, page.place.codec, 1)
         if not places:
@@ -179,12 +290,27 @@ class Placement:
             digest=page.digest,
             warm=self._warm_slot(session, warm_place),
             slot_bytes=self.slot_bytes(session, page.place.codec),
+            keeps_source=keeps_source,
         )
         self.moving[key] = move
         return move
 
+    def record(self, moves: Sequence[Move]) -> None:
+        """Tell the ledger of pages whose bytes are on disk now; flush it, then finish them."""
+        here = [move for move in moves if not move.orphaned]
+        rows = np.zeros(len(here), PAGE_ROW)
+        for row, move in zip(rows, here, strict=True):
+            key, place = move.key, move.destination
+            row["session"], row["block"], row["layer"] = key.session, key.block, key.layer
+            row["slab"], row["slot"], row["generation"] = place.slab, place.slot, place.generation
+            row["codec"] = int(place.codec)
+            row["digest"] = np.frombuffer(move.digest, np.uint8)
+            move.recorded = True
+        if here:
+            self.ledger.commit(rows)
+
     def finish_move(self, move: Move) -> bool:
-        """Publish the copied page at its destination and retire the source.
+        """Publish the copied page, with the source retired or with both its places kept.
 
         Returns False, with both slots given back, if the page was dropped meanwhile.
         """
@@ -196,9 +322,16 @@ class Placement:
         self.pool(move.destination.tier, session, move.destination.codec).commit(
             slot_of(move.destination)
         )
-        session.index.set(key.layer, key.block, Page(move.destination, move.digest))
+        if move.destination.tier is Tier.WARM:
+            page = Page(move.destination, move.digest, backing=move.source)
+        elif move.keeps_source:
+            page = Page(move.source, move.digest, backing=move.destination)
+        else:
+            page = Page(move.destination, move.digest)
+        session.index.set(key.layer, key.block, page)
         session.index.bump()
-        self._retire(session, [move.source])
+        if move.source not in page.places():
+            self._retire(session, [move.source])
         return True
 
     def abort_move(self, move: Move) -> None:
@@ -209,6 +342,14 @@ class Placement:
             self._retire(move.session, [move.source])
         else:
             del self.moving[move.key]
+            if move.recorded:
+                self._forget(move.session, [move.key])
+
+    def release_all(self) -> None:
+        """Close memory and files, and change nothing in them: engines may still be reading."""
+        self.warm_memory.release()
+        self.cold_files.close()
+        self.epochs.close()
 
     # -- bytes --------------------------------------------------------------------
     def header(self, session: Session, key: PageKey, place: Place, digest: bytes) -> SlotHeader:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from tierd.memory.slabs import ByteBudget, SlabBacking, SlabIds, SlabPool, SlotRef
+from tierd.memory.slabs import ByteBudget, SlabBacking, SlabNumbering, SlabPool, SlotRef
 from tierd.types import Tier
 
 # A tier holds several pools (namespaces; the exact first blocks beside encoded ones), and
@@ -30,7 +30,7 @@ class TierParts:
 class TierPools:
     """All slots of one tier."""
 
-    def __init__(self, tier: Tier, parts: TierParts, ids: SlabIds) -> None:
+    def __init__(self, tier: Tier, parts: TierParts, ids: SlabNumbering) -> None:
         self.tier = tier
         self.budget = ByteBudget(parts.budget_bytes)
         self._backing = parts.backing

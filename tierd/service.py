@@ -27,7 +27,7 @@ from tierd.errors import (
 from tierd.hints import Hint as OpenHint
 from tierd.hints import Outcome
 from tierd.interceptors import current_caller
-from tierd.mover import WAIT_SECONDS_MAX, Mover
+from tierd.mover import Mover
 from tierd.rpc import wire
 from tierd.rpc.handshake import ENGINE
 from tierd.rpc.v1 import tierd_pb2 as pb
@@ -35,6 +35,7 @@ from tierd.rpc.v1 import tierd_pb2_grpc as pb_grpc
 from tierd.sessions import Session
 from tierd.store import Store
 from tierd.types import FORMAT_VERSION, CodecId, Namespace, SessionState, Tier
+from tierd.waiters import PARK_SECONDS_MAX, WAIT_SECONDS_MAX
 
 DEADLINE_SHARE = 0.9
 DEADLINE_DEFAULT_SECONDS = 10.0  # for a caller that set none
@@ -68,10 +69,10 @@ def _client_id() -> str:
     return str(current_caller.get().client_id)
 
 
-def _seconds_to_answer(context: Any) -> float:
+def _seconds_to_answer(context: Any, seconds_max: float = WAIT_SECONDS_MAX) -> float:
     remaining = context.time_remaining()
     seconds = DEADLINE_DEFAULT_SECONDS if remaining is None else remaining
-    return float(min(max(seconds * DEADLINE_SHARE, 0.001), WAIT_SECONDS_MAX))
+    return float(min(max(seconds * DEADLINE_SHARE, 0.001), seconds_max))
 
 
 class SessionsService(pb_grpc.SessionsServicer):
@@ -106,8 +107,12 @@ class SessionsService(pb_grpc.SessionsServicer):
 
     async def Suspend(self, request: Any, context: Any) -> Any:
         """Keep a session without its engine."""
-        self._store.suspend_session(
-            _engine_id(), request.session, request.token_ids, request.sealed_blocks
+        await self._mover.suspend(
+            _engine_id(),
+            request.session,
+            request.token_ids,
+            request.sealed_blocks,
+            deadline_seconds=_seconds_to_answer(context, PARK_SECONDS_MAX),
         )
         self._mover.wake()
         return pb.SuspendReply()
@@ -124,7 +129,11 @@ class SessionsService(pb_grpc.SessionsServicer):
         caller = current_caller.get()
         session = self._store.session(request.session)
         by_owner = request.owned or (caller.kind == ENGINE and session.engine_id is not None)
-        self._store.close_session(request.session, engine_id=caller.client_id if by_owner else None)
+        self._store.close_session(
+            request.session,
+            engine_id=caller.client_id if by_owner else None,
+            discard=request.discard,
+        )
         self._mover.wake()
         return pb.CloseReply()
 
@@ -140,7 +149,7 @@ class SessionsService(pb_grpc.SessionsServicer):
             tokens=len(session.token_ids) // 4,
             sealed_blocks=session.sealed_blocks,
             warm_pages=session.index.pages_in(Tier.WARM),
-            cold_pages=session.index.pages_in(Tier.COLD),
+            cold_pages=self._store.keeper.cold_pages(session),
             unused_seconds=unused_seconds,
             namespace_digest=session.namespace_digest,
         )

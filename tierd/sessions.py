@@ -6,7 +6,10 @@ Invariants:
   a session has a page table exactly while an engine owns it, and only RUNNING
   and IDLE ones do
   a suspended session has its token ids, every page of blocks 0 to
-  sealed_blocks - 1, and no other page
+  sealed_blocks - 1, and no other page; while it is dormant the ledger alone
+  knows them
+  what a suspension kept stands while an engine goes on with the session: it
+  ends with a close, and is cut by a truncation, by nothing else
 """
 
 from __future__ import annotations
@@ -14,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tierd.errors import InvalidArgument, NotFound, TierFull
+from tierd.errors import InvalidArgument, NotFound, PageMiss, TierFull
 from tierd.index import SessionIndex
 from tierd.memory.pagetable import PageTableWriter
 from tierd.types import Namespace, PageKey, Place, SessionState
 
 SESSIONS_MAX = 1024
+TOKEN_BYTES = 4  # token ids are uint32
 # 4M tokens in blocks of 256 over 128 layers are 2M entries of 16 bytes: 32 MiB. Beyond
 # 256 MiB it is a mistake, and 1,024 sessions of that size would be all of a host's memory.
 PAGE_TABLE_BYTES_MAX = 256 << 20
@@ -31,8 +35,8 @@ NEVER = 2**64 - 1  # beyond any epoch
 class Session:
     """One session. `number` is its 8-byte id as an int, `id` the same in 16 hex digits.
 
-    `token_ids` (uint32 little endian) and `sealed_blocks` are those of the last
-    suspension. `last_used_seconds` is on the store's clock.
+    `kept`: it was suspended; `token_ids` (uint32 little endian) and `sealed_blocks`
+    are those of then. `last_used_seconds` is on the store's clock.
     """
 
     number: int
@@ -46,6 +50,8 @@ class Session:
     max_blocks: int = 0
     token_ids: bytes = b""
     sealed_blocks: int = 0
+    kept: bool = False
+    dormant: bool = False
 
     @property
     def id(self) -> str:
@@ -90,6 +96,29 @@ class Session:
         self.engine_id = None
         self.state = state
 
+    def check_suspendable(self, token_ids: bytes, sealed_blocks: int) -> None:
+        """Raise InvalidArgument (sizes), or PageMiss naming the first page not below hot."""
+        tokens, rest = divmod(len(token_ids), TOKEN_BYTES)
+        if rest or tokens > self.max_blocks * self.block_tokens:
+            raise InvalidArgument(f"suspend: {len(token_ids)} bytes of token ids do not fit")
+        if not 0 <= sealed_blocks * self.block_tokens <= tokens:
+            raise InvalidArgument(f"suspend: {sealed_blocks} blocks sealed of {tokens} tokens")
+        for block in range(sealed_blocks):
+            missing = set(range(self.layers)) - set(self.index.layers_of(block))
+            if missing:
+                layer = min(missing)
+                raise PageMiss(
+                    f"suspend: layer {layer} of block {block} is not below hot",
+                    layer=layer,
+                    block=block,
+                )
+
+    def keep(self, token_ids: bytes, sealed_blocks: int) -> None:
+        """Note what a suspension keeps."""
+        self.token_ids = bytes(token_ids)
+        self.sealed_blocks = sealed_blocks
+        self.kept = True
+
     def pages_from(self, first_block: int) -> list[tuple[PageKey, Place]]:
         """Return the pages of blocks >= first_block, block by block."""
         pages: list[tuple[PageKey, Place]] = []
@@ -107,7 +136,9 @@ class Session:
             f"session {self.id}: {self.state}, engine {self.engine_id}, table {self.table}"
         )
         self.index.check_integrity()
-        if self.state is SessionState.SUSPENDED:
+        assert not self.dormant or not len(self.index), f"session {self.id}: dormant, with pages"
+        assert self.kept or self.state is not SessionState.SUSPENDED, f"session {self.id}: not kept"
+        if self.state is SessionState.SUSPENDED and not self.dormant:
             pages = self.sealed_blocks * self.layers
             assert len(self.index) == pages and self.index.holds(range(self.sealed_blocks)), (
                 f"session {self.id}: {len(self.index)} pages, {self.sealed_blocks} sealed blocks"

@@ -1,12 +1,13 @@
 """The store: what is kept, where, for whom. Synchronous; one thread, the daemon's loop, calls it.
 
-It puts together the sessions, the life of pages (placement.py), the slots lent
-to engines (demotions.py) and the hints (hints.py). It never waits and does no
-I/O: the mover copies between tiers in threads and reports back through
-`begin_move`, `finish_move`, `abort_move` and `damaged`.
+It puts together the sessions, what is kept of them (keeping.py), the life of
+pages (placement.py), the slots lent to engines (demotions.py) and the hints
+(hints.py). It never waits and does no I/O: the mover copies between tiers and
+flushes the ledger in threads, and reports back to `traffic` (traffic.py).
 
 Invariants:
   a session in RUNNING or IDLE has a registered engine; a SUSPENDED one has none
+  an engine's death, or its close, takes nothing that a suspension kept
   each slot of a tier is free, retired, a page's, a lent demotion's, or a move's
   what an engine holds ends with it: sessions, demotions, epoch
 """
@@ -14,51 +15,40 @@ Invariants:
 from __future__ import annotations
 
 import secrets
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tierd import census
 from tierd.clock import Clock
 from tierd.demotions import Demotion, DemotionPlan, Demotions, RoomNeeded, split_digests
+from tierd.disk.volatile import LedgerPort
 from tierd.errors import (
     BudgetTooSmall,
     InvalidArgument,
     LayoutMismatch,
     NotFound,
-    PageMiss,
     StaleGeneration,
     TierFull,
 )
 from tierd.hints import DEADLINE_SECONDS_MAX, Hint, HintBook, Wish
+from tierd.keeping import Keeper
 from tierd.memory.memfd import Mapping
-from tierd.placement import Move, Placement
-from tierd.policy import Candidate, Rank, choose_spills, choose_victims, session_rank
+from tierd.placement import Placement, SlabInfo
+from tierd.policy import choose_victims
 from tierd.pools import TierParts
 from tierd.sessions import Session, SessionBook
+from tierd.traffic import Traffic
 from tierd.types import CodecId, Namespace, PageKey, Place, SessionState, Tier
 
 # A decode step takes at most about a second; an engine silent for five is between requests.
 IDLE_SECONDS = 5.0
-TOKEN_BYTES = 4  # token ids are uint32
-
-
-@dataclass(frozen=True, slots=True)
-class SlabInfo:
-    """One slab as an engine may map it. `fd` belongs to the store: pass it on, never close it."""
-
-    slab: int
-    tier: Tier
-    slot_bytes: int
-    slots: int
-    fd: int
 
 
 class Store:
     """Sessions, pages, demotions, hints and epochs of one daemon.
 
-    `warm` needs a MemfdBacking, `cold` a SlabFiles. `new_number` makes session ids.
+    `warm` needs a MemfdBacking, `cold` a SlabFiles with this `ledger`. `new_number` makes
+    session ids. What the ledger has from earlier runs is taken in at once.
     """
 
     def __init__(
@@ -66,17 +56,21 @@ class Store:
         *,
         warm: TierParts,
         cold: TierParts,
-        store_uuid: bytes,
+        ledger: LedgerPort,
         clock: Clock,
         new_number: Callable[[], int] = lambda: secrets.randbits(64),
     ) -> None:
-        self.placement = Placement(warm, cold, store_uuid, self._announce)
+        self.ledger = ledger
+        self.placement = Placement(warm, cold, ledger, self._announce)
         self.hints = HintBook()
         self.clock = clock
         self.engines: dict[int, int] = {}  # engine id → pid
         self.book = SessionBook(new_number)
         self.demotions = Demotions()
-        self.counts: Counter[str] = Counter()
+        self.keeper = Keeper(self.book, self.placement, ledger, clock)
+        self.keeper.restore()
+        self.traffic = Traffic(self.book, self.placement, self.hints, self.keeper, clock)
+        self.counts = self.traffic.counts
 
     # -- engines ------------------------------------------------------------------
     def register_engine(self, engine_id: int, pid: int, epoch_page: Mapping) -> None:
@@ -86,7 +80,7 @@ class Store:
         self.placement.epochs.add_engine(engine_id, epoch_page)
 
     def drop_engine(self, engine_id: int) -> None:
-        """Forget a dead engine and free all it held; suspended sessions stay.
+        """Forget a dead engine and free all it held; what was kept of its sessions stays.
 
         Call it only when the process is gone or has promised to touch no slot
         any more. Unknown ids are ignored: a death is often seen twice.
@@ -107,6 +101,7 @@ class Store:
         session = self.book.new(namespace, self.clock.monotonic())
         session.give(engine_id, max_tokens, self.placement.epochs.now)
         self.book.add(session)
+        self.keeper.record(session)
         return session
 
     def resume_session(
@@ -124,47 +119,49 @@ class Store:
         if namespace.digest() != session.namespace_digest:
             raise LayoutMismatch(f"session {session.id} holds KV of another namespace")
         self._check_engine(engine_id)
+        self.keeper.wake(session)
         session.give(engine_id, max_tokens, self.placement.epochs.now)
+        self.keeper.record(session)
         self._touch(session)
         self.hints.session_used(number)
         return session
 
-    def suspend_session(
+    def begin_suspend(
         self, engine_id: int, number: int, token_ids: bytes, sealed_blocks: int
-    ) -> None:
-        """Keep a session without its engine: its first `sealed_blocks` blocks and token ids.
+    ) -> Session:
+        """Note what is to be kept of a session: `sealed_blocks` blocks and its token ids.
 
         All pages of these blocks must be committed; later blocks are dropped.
         `token_ids`: uint32 little endian, at least those of the sealed blocks.
+        Call `finish_suspend` once `keeper.unbacked` is empty and a flush with
+        `sync` has returned; a store that is not durable may do so at once.
         Raises NotFound, InvalidArgument, PageMiss (names the first page missing).
         """
         session = self.session(number, engine_id=engine_id)
-        tokens, rest = divmod(len(token_ids), TOKEN_BYTES)
-        if rest or tokens > session.max_blocks * session.block_tokens:
-            raise InvalidArgument(f"suspend: {len(token_ids)} bytes of token ids do not fit")
-        if not 0 <= sealed_blocks * session.block_tokens <= tokens:
-            raise InvalidArgument(f"suspend: {sealed_blocks} blocks sealed of {tokens} tokens")
-        for block in range(sealed_blocks):
-            missing = set(range(session.layers)) - set(session.index.layers_of(block))
-            if missing:
-                layer = min(missing)
-                raise PageMiss(
-                    f"suspend: layer {layer} of block {block} is not below hot",
-                    layer=layer,
-                    block=block,
-                )
-        self._drop_from(session, sealed_blocks)
-        session.token_ids = bytes(token_ids)
-        session.sealed_blocks = sealed_blocks
+        session.check_suspendable(token_ids, sealed_blocks)
+        for demotion in self.demotions.of_session(session):
+            self._release(demotion)
+        self.traffic.drop_from(session, sealed_blocks)
+        session.keep(token_ids, sealed_blocks)
+        self.keeper.record(session)
+        self._touch(session)
+        return session
+
+    def finish_suspend(self, session: Session) -> None:
+        """Take the session from its engine."""
         session.last_used_seconds = self.clock.monotonic()
         for demotion in self.demotions.of_session(session):
             self._release(demotion)
         session.take_back(SessionState.SUSPENDED)
+        self.keeper.record(session)
 
-    def close_session(self, number: int, *, engine_id: int | None = None) -> None:
-        """Drop a session and all it holds; `engine_id` None is an operator, who may close any.
+    def close_session(
+        self, number: int, *, engine_id: int | None = None, discard: bool = False
+    ) -> None:
+        """End a session. What was kept of it stays, unless `discard` or by an operator.
 
-        Raises NotFound, also when another engine owns it.
+        `engine_id` None is an operator, who may close any. Raises NotFound, also
+        when another engine owns it.
         """
         session = self.session(number, engine_id=engine_id)
         if engine_id is None:
@@ -172,11 +169,23 @@ class Store:
         else:
             for demotion in self.demotions.of_session(session):
                 self._release(demotion)
-        self._drop_from(session, 0)
+        if session.kept and engine_id is not None and not discard:
+            self._keep_again(session)
+            return
+        self.keeper.wake(session)
+        self.traffic.drop_from(session, 0)
+        self.ledger.drop_session(session.number)
         session.take_back(SessionState.CLOSED)
         self.book.remove(session)
         self.hints.session_closed(number)
         self.reclaim()
+
+    def _keep_again(self, session: Session) -> None:
+        """Make a resumed session what its last suspension kept."""
+        blocks = self.keeper.whole_blocks(session)
+        self.keeper.cut(session, blocks)
+        self.traffic.drop_from(session, blocks)
+        self.finish_suspend(session)
 
     def truncate(
         self, engine_id: int, number: int, first_block: int, *, damaged_layer: int | None = None
@@ -189,11 +198,26 @@ class Store:
         session = self.session(number, engine_id=engine_id)
         if not 0 <= first_block <= session.max_blocks:
             raise InvalidArgument(f"truncate: block {first_block} is out of range")
-        if damaged_layer is not None and session.index.get(damaged_layer, first_block):
-            self.counts["corrupt"] += 1
         self._touch(session)
+        condemned = damaged_layer is not None and self._found_damaged(
+            session, damaged_layer, first_block
+        )
+        self.keeper.cut(session, first_block)
         self.demotions.revoke_blocks(session, first_block)
-        return self._drop_from(session, first_block)
+        return self.traffic.drop_from(session, first_block) + condemned
+
+    def _found_damaged(self, session: Session, layer: int, block: int) -> bool:
+        """Count a page that an engine found damaged; say whether it is dropped with its slot."""
+        page = session.index.get(layer, block)
+        if page is None:
+            return False
+        self.counts["corrupt"] += 1
+        key = PageKey(session.number, layer, block)
+        if page.place.tier is not Tier.COLD or key in self.placement.moving:
+            return False
+        self.placement.condemn(session, key, "an engine read other bytes than were written")
+        self.hints.page_lost(key, self.clock.monotonic())
+        return True
 
     def session(self, number: int, *, engine_id: int | None = None) -> Session:
         """Return a session. Raises NotFound, also when it is not `engine_id`'s."""
@@ -289,13 +313,8 @@ class Store:
 
     def slab_for(self, engine_id: int, slab: int) -> SlabInfo:
         """Return a slab of a namespace in which this engine has a session. Raises NotFound."""
-        mine = {session.namespace_digest for session in self.book.of_engine(engine_id)}
-        for tier, pools in self.placement.pools.items():
-            for pool in pools:
-                if pool.namespace_digest in mine and slab in pool.slabs():
-                    fd = self.placement.slab_fd(tier, slab)
-                    return SlabInfo(slab, tier, pool.slot_bytes, pool.slabs()[slab], fd)
-        raise NotFound(f"no slab {slab}")
+        namespaces = {session.namespace_digest for session in self.book.of_engine(engine_id)}
+        return self.placement.slab_info(slab, namespaces)
 
     # -- hints --------------------------------------------------------------------
     def hint(
@@ -324,13 +343,14 @@ class Store:
             raise InvalidArgument(f"hint: tokens {first_token} to {last_token} are no range")
         now_seconds = self.clock.monotonic()
         self.hints.admit(client_id, now_seconds)
+        self.keeper.wake(session)
         end = session.max_blocks if last_token is None else last_token // session.block_tokens + 1
         first = first_token // session.block_tokens
         wish = Wish(
             client_id, number, first, end, now_seconds + deadline_seconds, confidence, priority
         )
         blocks = [b for b in session.index.blocks_in(Tier.COLD) if first <= b < end]
-        return self.hints.open(wish, self.pages_in(Tier.COLD, session, blocks), now_seconds)
+        return self.hints.open(wish, self.traffic.pages_in(Tier.COLD, session, blocks), now_seconds)
 
     def cancel_hint(self, client_id: str, hint_id: int) -> None:
         """Raises NotFound (unknown, settled, or another client's)."""
@@ -339,93 +359,6 @@ class Store:
     def drop_client(self, client_id: str) -> None:
         """Cancel a departed client's open hints and forget its score."""
         self.hints.drop_client(client_id)
-
-    # -- moves: for the mover -------------------------------------------------------
-    def choose_spills(self, need_bytes: int, below: Rank) -> list[PageKey]:
-        """Return warm pages of sessions ranked under `below` whose spill frees `need_bytes`."""
-        moving: Collection[PageKey] = self.placement.moving
-        return choose_spills(map(self._candidate, self.book), need_bytes, below, moving)
-
-    def rank(self, session: Session) -> Rank:
-        """Return when a session's pages leave, compared with others'."""
-        deadline = self.hints.deadline_of(session.number)
-        return session_rank(session.state, session.last_used_seconds, deadline)
-
-    def _candidate(self, session: Session) -> Candidate:
-        def page_bytes(layer: int, block: int) -> int:
-            page = session.index.get(layer, block)
-            assert page is not None
-            return self.placement.slot_bytes(session, page.place.codec)
-
-        return Candidate(
-            rank=self.rank(session),
-            session=session.number,
-            blocks=session.index.blocks_in(Tier.WARM),
-            layers_of=lambda block: session.index.layers_in(Tier.WARM, block),
-            page_bytes=page_bytes,
-        )
-
-    def pages_in(self, tier: Tier, session: Session, blocks: Sequence[int]) -> list[PageKey]:
-        """Return the pages of `blocks` that are in `tier`, block by block."""
-        return [
-            PageKey(session.number, layer, block)
-            for block in blocks
-            for layer in session.index.layers_in(tier, block)
-        ]
-
-    def begin_move(self, key: PageKey, to: Tier) -> Move | None:
-        """Hold a page's slot and one in the other tier; None if that has no room."""
-        return self.placement.begin_move(self.session(key.session), key, to)
-
-    def finish_moves(self, moves: Sequence[Move]) -> None:
-        """The bytes are there: publish each page at its new place, unless it has gone."""
-        now_seconds = self.clock.monotonic()
-        for move in moves:
-            if not self.placement.finish_move(move):
-                continue
-            if move.destination.tier is Tier.COLD:
-                self.counts["spills"] += 1
-                self.hints.page_spilled(move.key)
-            else:
-                self.counts["promotions"] += 1
-                self.hints.page_arrived(move.key, now_seconds)
-
-    def abort_move(self, move: Move) -> None:
-        """The bytes are not there; the page stays where it was."""
-        self.placement.abort_move(move)
-
-    def damaged(self, move: Move) -> None:
-        """The source's bytes are not the page's: it is lost, never copied.
-
-        A suspended session keeps a prefix without gaps: it loses the blocks from there on.
-        """
-        session, key, orphaned = move.session, move.key, move.orphaned
-        self.placement.abort_move(move)
-        self.counts["corrupt"] += 1
-        if orphaned:
-            return
-        if session.state is SessionState.SUSPENDED:
-            self._drop_from(session, key.block)
-            session.sealed_blocks = key.block
-        else:
-            self._drop_pages(session, [key])
-
-    def evict(self, need_bytes: int) -> int:
-        """Drop the newest blocks of the least wanted suspended sessions; return bytes freed.
-
-        The last resort when cold is full. A session that lost blocks resumes
-        with those before them and its token ids.
-        """
-        suspended = [s for s in self.book if s.state is SessionState.SUSPENDED]
-        freed_bytes = 0
-        for session in sorted(suspended, key=self.rank):
-            while freed_bytes < need_bytes and session.sealed_blocks:
-                session.sealed_blocks -= 1
-                block = session.sealed_blocks
-                for _, place in session.pages_from(block):
-                    freed_bytes += self.placement.slot_bytes(session, place.codec)
-                self.counts["evictions"] += self._drop_from(session, block)
-        return freed_bytes
 
     # -- house ----------------------------------------------------------------------
     def tick(self) -> None:
@@ -441,6 +374,7 @@ class Store:
                 session.state = SessionState.IDLE
         self.counts["expired"] += self.demotions.expire(now_seconds)
         self.hints.expire(now_seconds)
+        self.keeper.tick()
         self.reclaim()
 
     def reclaim(self) -> None:
@@ -453,6 +387,10 @@ class Store:
         self.placement.reclaim(safe_epoch)
         self.placement.trim({session.namespace_digest for session in self.book})
 
+    def retired_bytes(self, tier: Tier) -> int:
+        """Return the bytes of slots that wait for engines to end their steps."""
+        return sum(pool.counts().retired * pool.slot_bytes for pool in self.placement.pools[tier])
+
     def stats(self) -> dict[str, Any]:
         """Return counts and bytes as plain values; census.py has the shape."""
         return census.stats(self)
@@ -462,7 +400,17 @@ class Store:
         census.check_integrity(self)
 
     def close(self) -> None:
-        """Drop engines, sessions, slabs: all but the slots of a hung copy. Idempotent."""
+        """Let go of everything. What is durable stays on disk, and with engines that live.
+
+        Otherwise engines, sessions and slabs are dropped: all but the slots of a hung
+        copy. Idempotent.
+        """
+        if self.keeper.durable:
+            for session in self.book:
+                if session.table is not None:
+                    session.table.close()
+            self.placement.release_all()
+            return
         for engine_id in list(self.engines):
             self.drop_engine(engine_id)
         for session in self.book:
@@ -487,13 +435,3 @@ class Store:
     def _release(self, demotion: Demotion) -> None:
         self.demotions.settle(demotion)
         self.placement.release(demotion.session, [place for _, place in demotion.plan.pages()])
-
-    def _drop_from(self, session: Session, first_block: int) -> int:
-        keys = [key for key, _ in session.pages_from(first_block)]
-        self._drop_pages(session, keys)
-        return len(keys)
-
-    def _drop_pages(self, session: Session, keys: Sequence[PageKey]) -> None:
-        self.placement.drop(session, keys)
-        for key in keys:
-            self.hints.page_lost(key, self.clock.monotonic())

@@ -163,3 +163,18 @@ class Place:
     slab: int
     slot: int
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlabRecord:
+    """One slab: its id, whose pages it holds, and how many slots of which size."""
+
+    slab: int
+    namespace_digest: bytes
+    slot_bytes: int
+    slots: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole slab."""
+        return self.slots * self.slot_bytes

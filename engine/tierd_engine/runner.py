@@ -19,13 +19,12 @@ import torch
 
 from tierd.client import Client, SessionHandle
 from tierd.codec import parse_codec
-from tierd.errors import InvalidArgument, LayoutMismatch, TierdError
-from tierd.types import CodecId, DType, Namespace, SessionState, Tier
+from tierd.errors import InvalidArgument, LayoutMismatch
+from tierd.types import CodecId, DType, Namespace, SessionState
 from tierd_engine import hf
 from tierd_engine.attention.plan import PlanMode
 from tierd_engine.fidelity import compare_with_own_cache
 from tierd_engine.generator import Generator
-from tierd_engine.interrupts import interrupts_held
 from tierd_engine.prompt import TextStream, build_followup, build_prompt, follow
 from tierd_engine.report import JobReport, build_report
 from tierd_engine.session import SessionKV
@@ -275,41 +274,22 @@ def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
 def _owned_session(job: PreparedJob, client: Client, events: JobEvents) -> Iterator[SessionHandle]:
     """Open or resume the job's session. At the end it is closed, unless it was suspended.
 
-    A resumed one whose job fails or is interrupted goes back as it was.
+    The daemon keeps a resumed one as it was unless the job is done and drops it: whatever
+    ends this process, nothing that was kept is lost.
     """
-    spec, handle = job.spec, None
+    spec = job.spec
+    if spec.resume is None:
+        handle = client.open_session(job.namespace, job.sizes.total_tokens)
+    else:
+        handle = client.resume(spec.resume, job.namespace, job.sizes.total_tokens)
     try:
-        if spec.resume is None:
-            handle = client.open_session(job.namespace, job.sizes.total_tokens)
-        else:
-            with interrupts_held():
-                handle = client.resume(spec.resume, job.namespace, job.sizes.total_tokens)
         yield handle
     except BaseException:
-        if handle is not None and spec.resume is not None:
-            with interrupts_held():
-                kept = _put_back(handle)
-            events.note(f"session {spec.resume} is {'kept as it was' if kept else 'lost'}")
+        handle.close()
+        if spec.resume is not None:
+            events.note(f"session {spec.resume} is kept as it was")
         raise
-    finally:
-        if handle is not None:
-            handle.close()
-
-
-def _put_back(handle: SessionHandle) -> bool:
-    """Suspend a resumed session with what it held before; say whether the daemon has it.
-
-    Pages found damaged since are gone: it then holds the blocks before them.
-    """
-    if not handle.is_open:
-        return True  # it was suspended already
-    absent = (handle.table.read(handle.sealed_blocks).tier == Tier.NONE).any(axis=0)
-    sealed_blocks = int(absent.argmax()) if absent.any() else handle.sealed_blocks
-    try:
-        handle.suspend(handle.token_ids, sealed_blocks)
-    except TierdError:
-        return False  # a daemon that has gone keeps nothing; why, the caller hears
-    return True
+    handle.close(discard=True)
 
 
 def _run_session(

@@ -5,14 +5,19 @@ import mmap
 import pytest
 
 from tierd.disk.slabfiles import SlabFiles
+from tierd.disk.volatile import VolatileLedger
 from tierd.errors import NotFound, StorageError, StorageFull
 from tierd.memory.slabs import ByteBudget, SlabIds, SlabPool
 from tierd.testing import MemoryDisk, failing
-from tierd.types import Tier
+from tierd.types import SlabRecord, Tier
 
 SLOT = 8192
 SLAB = 4 * SLOT
 EIO = StorageError("input/output error")
+
+
+def record(slab: int) -> SlabRecord:
+    return SlabRecord(slab, bytes(16), SLOT, SLAB // SLOT)
 
 
 def page(fill: int, size: int = SLOT) -> memoryview:
@@ -23,8 +28,8 @@ def page(fill: int, size: int = SLOT) -> memoryview:
 
 def test_a_slot_lies_at_its_index_times_its_size() -> None:
     disk = MemoryDisk()
-    files = SlabFiles(disk)
-    files.create(7, SLAB)
+    files = SlabFiles(disk, VolatileLedger(bytes(16)))
+    files.create(record(7))
     files.write_slots(7, 2, SLOT, [page(1, 4096), page(2, 4096)])
     (file,) = disk.files.values()
     assert file == bytes(2 * SLOT) + b"\1" * 4096 + b"\2" * 4096 + bytes(SLOT)
@@ -34,8 +39,8 @@ def test_a_slot_lies_at_its_index_times_its_size() -> None:
 
 
 def test_a_slots_header_can_be_read_alone() -> None:
-    files = SlabFiles(MemoryDisk())
-    files.create(7, SLAB)
+    files = SlabFiles(MemoryDisk(), VolatileLedger(bytes(16)))
+    files.create(record(7))
     files.write_slots(7, 3, SLOT, [page(5)])
     header = page(0, 4096)
     files.read_slot(7, 3, SLOT, header)
@@ -43,7 +48,7 @@ def test_a_slots_header_can_be_read_alone() -> None:
 
 
 def test_an_unknown_slab_is_not_found() -> None:
-    files = SlabFiles(MemoryDisk())
+    files = SlabFiles(MemoryDisk(), VolatileLedger(bytes(16)))
     with pytest.raises(NotFound):
         files.read_slot(1, 0, SLOT, page(0))
     with pytest.raises(NotFound):
@@ -52,9 +57,9 @@ def test_an_unknown_slab_is_not_found() -> None:
 
 def test_closing_removes_every_file() -> None:
     disk = MemoryDisk()
-    files = SlabFiles(disk)
+    files = SlabFiles(disk, VolatileLedger(bytes(16)))
     for slab in (1, 2, 3):
-        files.create(slab, SLAB)
+        files.create(record(slab))
     files.destroy(2)
     files.check_integrity()
     files.close()
@@ -64,7 +69,15 @@ def test_closing_removes_every_file() -> None:
 
 def pool_on(disk: MemoryDisk) -> tuple[SlabPool, ByteBudget]:
     budget = ByteBudget(3 * SLAB)
-    pool = SlabPool(Tier.COLD, SLOT, bytes(16), budget, SLAB, SlabFiles(disk), SlabIds())
+    pool = SlabPool(
+        Tier.COLD,
+        SLOT,
+        bytes(16),
+        budget,
+        SLAB,
+        SlabFiles(disk, VolatileLedger(bytes(16))),
+        SlabIds(),
+    )
     return pool, budget
 
 

@@ -20,10 +20,8 @@ from tierd.errors import (
     LayoutMismatch,
     NotFound,
     StorageError,
-    TierdError,
 )
 from tierd_engine import runner
-from tierd_engine.interrupts import interrupts_held
 from tierd_engine.runner import JobSpec, prepare_job, run_job
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
@@ -246,19 +244,3 @@ def test_the_report_of_a_shared_daemon_has_its_budgets_and_no_figure_of_other_jo
     with Client.connect(daemon.socket):
         beside = run(spec, daemon.socket)
     assert beside["warm"]["spills"] is None
-
-
-def test_a_held_interrupt_comes_when_the_block_has_ended() -> None:
-    done = []
-    with pytest.raises(KeyboardInterrupt), interrupts_held():
-        os.kill(os.getpid(), signal.SIGINT)
-        done.append("all of it")
-    assert done == ["all of it"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_held_interrupt_does_not_hide_that_the_block_failed() -> None:
-    with pytest.raises(KeyboardInterrupt) as raised, interrupts_held():
-        os.kill(os.getpid(), signal.SIGINT)
-        raise TierdError("failed")
-    assert isinstance(raised.value.__context__, TierdError)

@@ -11,7 +11,7 @@ from tierd.errors import StorageFull, TierFull
 from tierd.memory import slabs
 from tierd.memory.memfd import Mapping
 from tierd.memory.slabs import ByteBudget, MemfdBacking, SlabIds, SlabPool, SlotCounts, SlotRef
-from tierd.types import Tier
+from tierd.types import SlabRecord, Tier
 
 SLOT = 8192
 SLAB = 4 * SLOT
@@ -25,11 +25,11 @@ class CountingBacking:
         self.sizes: dict[int, int] = {}
         self.refuse: Exception | None = None
 
-    def create(self, slab_id: int, size_bytes: int) -> None:
+    def create(self, slab: SlabRecord) -> None:
         if self.refuse is not None:
             raise self.refuse
-        assert slab_id not in self.sizes
-        self.sizes[slab_id] = size_bytes
+        assert slab.slab not in self.sizes
+        self.sizes[slab.slab] = slab.size_bytes
 
     def destroy(self, slab_id: int) -> None:
         del self.sizes[slab_id]
@@ -286,7 +286,7 @@ def test_integrity_notices_a_slot_that_changed_state_by_itself(tiny, state) -> N
 
 def test_memory_of_a_destroyed_slab_is_free_while_an_engine_still_maps_it() -> None:
     backing = MemfdBacking()
-    backing.create(1, SLAB)
+    backing.create(SlabRecord(1, bytes(16), SLOT, SLAB // SLOT))
     backing.mapping(1).buffer[:4] = b"page"
     engine_fd = os.dup(backing.fd(1))
     with Mapping(engine_fd, SLAB, writable=True) as engine:
@@ -300,7 +300,7 @@ def test_memfd_slabs_leave_nothing_behind() -> None:
     before = len(os.listdir("/proc/self/fd"))
     backing = MemfdBacking()
     for slab_id in range(1, 20):
-        backing.create(slab_id, SLAB)
+        backing.create(SlabRecord(slab_id, bytes(16), SLOT, SLAB // SLOT))
     backing.destroy(3)
     backing.close()
     backing.close()

@@ -267,7 +267,7 @@ class StoreMachine(RuleBasedStateMachine):
             key = PageKey(session.number, layer, block)
             if key not in self.store.placement.moving:
                 to = Tier.COLD if found.place.tier is Tier.WARM else Tier.WARM
-                move = self.store.begin_move(key, to)
+                move = self.store.traffic.begin_move(key, to)
                 if move is not None:
                     self.flying.append(move)
 
@@ -277,7 +277,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         move = self.flying.pop(pick % len(self.flying))
         if fails:
-            self.store.abort_move(move)
+            self.store.traffic.abort(move)
             return
         read_by_a_step = any(move.source in places for places in self.read.values())
         damage = damage and not read_by_a_step and move.source.tier is Tier.WARM
@@ -287,10 +287,10 @@ class StoreMachine(RuleBasedStateMachine):
         batch.carry()
         assert (batch.errors[0] is not None) == damage
         if not damage:
-            self.store.finish_moves([move])
+            self.store.traffic.finish([move])
             return
         orphaned = move.orphaned
-        self.store.damaged(move)
+        self.store.traffic.damaged(move)
         if not orphaned:
             self.versions.pop(move.key)
             if move.session.state is SessionState.SUSPENDED:
@@ -300,7 +300,7 @@ class StoreMachine(RuleBasedStateMachine):
     def evict(self, need_bytes: int, sure: bool) -> None:
         if not sure:
             return
-        self.store.evict(need_bytes)
+        self.store.traffic.evict(need_bytes)
         for session in self.store.sessions():
             if session.state is SessionState.SUSPENDED:
                 self.forget(session, session.sealed_blocks)
@@ -342,7 +342,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for move in self.flying:
-            self.store.abort_move(move)
+            self.store.traffic.abort(move)
         self.store.close()
         self.store.tick()
         for tier, figures in self.store.stats()["tiers"].items():

@@ -27,7 +27,6 @@ from tierd.disk.records import (
     Record,
     Rows,
     SessionRecord,
-    SlabRecord,
     empty_rows,
     keys_from,
     page_keys,
@@ -36,6 +35,7 @@ from tierd.disk.records import (
     slab_of,
 )
 from tierd.errors import StorageError
+from tierd.types import SlabRecord
 
 # Below it a merge costs more in calls than in rows: 4,096 rows sort in 0.2 ms.
 _PENDING_ROWS_MIN = 4096

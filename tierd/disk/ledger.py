@@ -34,7 +34,6 @@ from tierd.disk.records import (
     Record,
     Rows,
     SessionRecord,
-    SlabRecord,
     keys_of,
     pack_records,
     record_bytes,
@@ -44,6 +43,7 @@ from tierd.disk.records import (
 from tierd.disk.recovery import Recovered, RecoveryReport, recover
 from tierd.disk.superblock import SUPERBLOCK_BYTES, Superblock, write_superblock
 from tierd.errors import StorageError, StorageFull
+from tierd.types import SlabRecord
 from tierd.units import MIB
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ SNAPSHOTS_KEPT = 2
 
 class Ledger:
     """See the module. Make one with `Ledger.open`. Every method may be called from any thread."""
+
+    durable = True  # what it records outlives the process
 
     def __init__(self, disk: DiskPort, found: Recovered, segment_bytes: int) -> None:
         self._disk = disk

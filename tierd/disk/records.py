@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.errors import InvalidArgument, StorageError
-from tierd.types import CodecId, DType, Geometry, Namespace
+from tierd.types import CodecId, DType, Geometry, Namespace, SlabRecord
 
 # One page in the cold tier: which, where, and what its bytes must hash to. 44 bytes.
 PAGE_ROW = np.dtype(
@@ -67,16 +67,6 @@ class SessionRecord:
     state: str
     token_ids: bytes = b""
     sealed_blocks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SlabRecord:
-    """A cold slab: a file of `slots` slots of `slot_bytes`, for one namespace."""
-
-    slab: int
-    namespace_digest: bytes
-    slot_bytes: int
-    slots: int
 
 
 def page_keys(rows: Rows) -> Keys:

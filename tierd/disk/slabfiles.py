@@ -1,8 +1,10 @@
 """Cold slabs: one preallocated file each, slot i at i * slot_bytes, over a disk port.
 
 Invariants:
-  a slab has a file from `create` to `destroy`, and no other slab has it
+  a slab has a file from `create` or `restore` to `destroy`, and no other slab has it
   a file's name comes from the slab's id alone, never from the wire
+  the ledger knows of a slab before a page in it can be recorded
+  a written slab is unsynced until an fdatasync of its own succeeds; one that failed is suspect
 """
 
 from __future__ import annotations
@@ -10,24 +12,50 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tierd.disk.ports import DiskPort
-from tierd.errors import NotFound
+from tierd.disk.volatile import LedgerPort
+from tierd.errors import NotFound, StorageError
+from tierd.types import SlabRecord
+
+FOLDER = "slab"
+
+
+def slab_name(slab_id: int) -> str:
+    """Return the name of a slab's file."""
+    return f"{FOLDER}/{slab_id:08x}"
 
 
 class SlabFiles:
     """The backing of the cold tier's pools."""
 
-    def __init__(self, disk: DiskPort) -> None:
+    def __init__(self, disk: DiskPort, ledger: LedgerPort) -> None:
         self.disk = disk
+        self.suspects: set[int] = set()
+        self._ledger = ledger
         self._handles: dict[int, int] = {}
+        self._unsynced: set[int] = set()
+        self._folder_unsynced = False
 
-    def create(self, slab_id: int, size_bytes: int) -> None:
+    def create(self, slab: SlabRecord) -> None:
         """Make a slab's file, allocated. Raises StorageFull, StorageError."""
-        assert slab_id not in self._handles, slab_id
-        self._handles[slab_id] = self.disk.create(f"slab/{slab_id:08x}", size_bytes)
+        assert slab.slab not in self._handles, slab
+        self._handles[slab.slab] = self.disk.create(slab_name(slab.slab), slab.size_bytes)
+        self._folder_unsynced = True
+        self._ledger.add_slab(slab)
+
+    def restore(self, slab: SlabRecord) -> None:
+        """Open the file of a slab of an earlier run. Raises NotFound, StorageError."""
+        handle = self.disk.open(slab_name(slab.slab))
+        if self.disk.size_bytes(handle) < slab.size_bytes:
+            self.disk.release(handle)
+            raise StorageError(f"cold slab {slab.slab} is shorter than {slab.size_bytes} bytes")
+        self._handles[slab.slab] = handle
 
     def destroy(self, slab_id: int) -> None:
         """Remove a slab's file."""
         self.disk.delete(self._handles.pop(slab_id))
+        self._unsynced.discard(slab_id)
+        self.suspects.discard(slab_id)
+        self._ledger.drop_slab(slab_id)
 
     def fd(self, slab_id: int) -> int:
         """Return an fd for reading, the disk's own; -1 if it has none."""
@@ -50,7 +78,35 @@ class SlabFiles:
 
         Raises StorageFull, StorageError.
         """
+        self._unsynced.add(slab_id)
         self.disk.write(self._handle(slab_id), slot * slot_bytes, buffers)
+
+    def sync(self) -> None:
+        """Make every write that has returned durable; blocks. Raises StorageError.
+
+        A slab whose fdatasync fails becomes suspect, and stays unsynced: the
+        kernel may have dropped its pages, so a second try would prove nothing.
+        """
+        if self._folder_unsynced:
+            self._folder_unsynced = False
+            try:
+                self.disk.sync_folder(FOLDER)
+            except StorageError:
+                self._folder_unsynced = True
+                raise
+        for slab_id in sorted(self._unsynced):
+            if slab_id in self.suspects:
+                raise StorageError(f"cold slab {slab_id}: an earlier fdatasync failed")
+            handle = self._handles.get(slab_id)
+            self._unsynced.discard(slab_id)  # first: a write that comes now is for the next sync
+            if handle is None:
+                continue
+            try:
+                self.disk.sync(handle)
+            except StorageError:
+                self._unsynced.add(slab_id)
+                self.suspects.add(slab_id)
+                raise
 
     def _handle(self, slab_id: int) -> int:
         if slab_id not in self._handles:
@@ -58,9 +114,13 @@ class SlabFiles:
         return self._handles[slab_id]
 
     def close(self) -> None:
-        """Remove every slab's file. Idempotent."""
-        for slab_id in list(self._handles):
-            self.destroy(slab_id)
+        """Let every file go: kept if the ledger is durable, else removed. Idempotent."""
+        for handle in self._handles.values():
+            if self._ledger.durable:
+                self.disk.release(handle)
+            else:
+                self.disk.delete(handle)
+        self._handles.clear()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if two slabs share a file."""

@@ -1,10 +1,11 @@
 """Slabs and their allocator: equal slots, one life cycle, the same for warm and cold.
 
     free --reserve--> reserved --commit--> resident --retire--> retired --reclaim--> free
-                         \\--abort--> free
+                         \\--abort--> free      \\--condemn--> bad, for ever
 
 Invariants:
-  in each slab, free + reserved + resident + retired == slots
+  in each slab, free + reserved + resident + retired + bad == slots
+  a slab that takes no more has no free slot: what would be free is bad
   no slot below a slab's `first_free` is free
   each slab with a free slot is in `roomy`, lowest first; one without may still be
   a generation never falls, and rises at each reserve
@@ -16,18 +17,19 @@ from __future__ import annotations
 import heapq
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tierd.errors import TierdError
+from tierd.errors import TierdError, TierFull
 from tierd.memory.memfd import Mapping, create_memfd
-from tierd.types import Tier
+from tierd.types import SlabRecord, Tier
 
-FREE, RESERVED, RESIDENT, RETIRED = 0, 1, 2, 3
+FREE, RESERVED, RESIDENT, RETIRED, BAD = 0, 1, 2, 3, 4
+_STATES = 5
 SLAB_ID_MAX = 2**24 - 1
 _SEARCH_SLOTS = 256  # looked at first: as quick as one; a whole slab of 100,000 takes 100 us
 
@@ -49,12 +51,13 @@ class SlotCounts:
     reserved: int
     resident: int
     retired: int
+    bad: int = 0
 
 
 class SlabBacking(Protocol):
     """Where a slab's bytes are: memfds, or files of a disk."""
 
-    def create(self, slab_id: int, size_bytes: int) -> None:
+    def create(self, slab: SlabRecord) -> None:
         """Make a slab, its bytes really there. Raises TierFull or StorageError."""
 
     def destroy(self, slab_id: int) -> None:
@@ -94,13 +97,20 @@ class ByteBudget:
         assert 0 <= used <= peak <= limit, f"{used=} {peak=} {limit=} bytes"
 
 
+class SlabNumbering(Protocol):
+    """Who numbers the slabs: unique over both tiers, for as long as the store lives."""
+
+    def take_slab_id(self) -> int:
+        """Return a fresh id."""
+
+
 class SlabIds:
-    """Slab ids, unique over both tiers and never used again while the daemon lives."""
+    """Ids from 1 on, of a store that ends with its daemon."""
 
     def __init__(self) -> None:
         self._next = 1
 
-    def take(self) -> int:
+    def take_slab_id(self) -> int:
         """Return a fresh id."""
         assert self._next <= SLAB_ID_MAX, "slab ids are used up"
         self._next += 1
@@ -114,8 +124,9 @@ class MemfdBacking:
         self._fds: dict[int, int] = {}
         self._mappings: dict[int, Mapping] = {}
 
-    def create(self, slab_id: int, size_bytes: int) -> None:
+    def create(self, slab: SlabRecord) -> None:
         """Make a slab. Raises TierFull when the host has no memory for it."""
+        slab_id, size_bytes = slab.slab, slab.size_bytes
         fd = create_memfd(f"tierd-slab-{slab_id}", size_bytes)
         try:
             self._mappings[slab_id] = Mapping(fd, size_bytes, writable=True)
@@ -139,6 +150,12 @@ class MemfdBacking:
         """Return the mapping, valid until `destroy`."""
         return self._mappings[slab_id]
 
+    def release(self) -> None:
+        """Unmap and close every slab; the bytes live on with the engines that have them."""
+        for slab_id in list(self._fds):
+            self._mappings.pop(slab_id).close()
+            os.close(self._fds.pop(slab_id))
+
     def close(self) -> None:
         """Destroy every slab. Idempotent."""
         for slab_id in list(self._fds):
@@ -154,6 +171,7 @@ class _Slab:
     generations: npt.NDArray[np.uint32]
     free_count: int
     first_free: int = 0
+    takes: bool = True
     is_roomy: bool = True
     retired: deque[tuple[int, int]] = field(default_factory=deque)
 
@@ -199,7 +217,7 @@ class SlabPool:
         budget: ByteBudget,
         slab_bytes: int,
         backing: SlabBacking,
-        ids: SlabIds,
+        ids: SlabNumbering,
     ) -> None:
         assert slab_bytes >= slot_bytes, f"{slab_bytes=} {slot_bytes=}"
         self.tier = tier
@@ -233,9 +251,9 @@ class SlabPool:
 
     def counts(self) -> SlotCounts:
         """Return the slots by state."""
-        totals = np.zeros(4, dtype=np.int64)
+        totals = np.zeros(_STATES, dtype=np.int64)
         for slab in self._slabs.values():
-            totals += np.bincount(slab.states, minlength=4)
+            totals += np.bincount(slab.states, minlength=_STATES)
         return SlotCounts(*(int(total) for total in totals))
 
     # -- life cycle -----------------------------------------------------------
@@ -268,6 +286,9 @@ class SlabPool:
         return [SlotRef(slab_id, int(slot), int(slab.generations[slot])) for slot in slots]
 
     def _free(self, slab_id: int, slab: _Slab, slot: int) -> None:
+        if not slab.takes:
+            slab.states[slot] = BAD
+            return
         slab.free(slot)
         self._free_count += 1
         if not slab.is_roomy:
@@ -276,15 +297,55 @@ class SlabPool:
 
     def _add_slab(self) -> None:
         slots = min(self._slots_per_slab, self._budget.remaining_bytes // self.slot_bytes)
-        size_bytes = slots * self.slot_bytes
-        slab_id = self._ids.take()
-        self._backing.create(slab_id, size_bytes)
-        self._budget.take(size_bytes)
-        self._slabs[slab_id] = _Slab(
+        record = SlabRecord(self._ids.take_slab_id(), self.namespace_digest, self.slot_bytes, slots)
+        self._backing.create(record)
+        self._budget.take(record.size_bytes)
+        self._slabs[record.slab] = _Slab(
             np.zeros(slots, np.uint8), np.zeros(slots, np.uint32), free_count=slots
         )
         self._free_count += slots
-        heapq.heappush(self._roomy, slab_id)
+        heapq.heappush(self._roomy, record.slab)
+
+    def restore(
+        self,
+        record: SlabRecord,
+        used: npt.NDArray[np.uint32],
+        generations: npt.NDArray[np.uint32],
+        bad: Collection[int],
+        generation_floor: int,
+    ) -> None:
+        """Take in a slab of an earlier run, whose backing is there; `used` slots are resident.
+
+        `generation_floor` lies above every generation of a free slot. Raises
+        TierFull if the budget does not hold the slab.
+        """
+        if record.size_bytes > self._budget.remaining_bytes:
+            raise TierFull(f"a slab of {record.size_bytes} bytes is beyond the budget")
+        self._budget.take(record.size_bytes)
+        slab = _Slab(
+            np.zeros(record.slots, np.uint8),
+            np.full(record.slots, generation_floor, np.uint32),
+            free_count=0,
+        )
+        slab.states[used] = RESIDENT
+        slab.generations[used] = generations
+        slab.states[list(bad)] = BAD
+        slab.free_count = int((slab.states == FREE).sum())
+        self._slabs[record.slab] = slab
+        self._free_count += slab.free_count
+        heapq.heappush(self._roomy, record.slab)
+
+    def close_slab(self, slab_id: int) -> None:
+        """Hand out no more slots of a slab: its disk has failed it. Free ones are bad now."""
+        slab = self._slabs[slab_id]
+        slab.takes = False
+        slab.states[slab.states == FREE] = BAD
+        self._free_count -= slab.free_count
+        slab.free_count = 0
+
+    def condemn(self, slot: SlotRef) -> None:
+        """A resident slot's bytes came back wrong: it is never used again, so needs no epoch."""
+        self._slab(slot, RESIDENT).states[slot.slot] = BAD
 
     def commit(self, slot: SlotRef) -> None:
         """A reserved slot's page is whole."""
@@ -339,9 +400,9 @@ class SlabPool:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot is in exactly one state and counted so."""
         for slab_id, slab in self._slabs.items():
-            free, reserved, resident, retired = np.bincount(slab.states, minlength=4).tolist()
-            total = len(slab.states)
-            assert free + reserved + resident + retired == total, f"{slab_id=} {total=}"
+            counts = np.bincount(slab.states, minlength=_STATES).tolist()
+            (free, _, _, retired, _), total = counts, len(slab.states)
+            assert len(counts) == _STATES and sum(counts) == total, f"{slab_id=} {counts=}"
             assert free == slab.free_count, f"{slab_id=} {free=} {slab.free_count=}"
             assert retired == len(slab.retired), f"{slab_id=} {retired=} {len(slab.retired)=}"
             first = int(np.argmin(slab.states)) if free else total  # FREE is the least state

@@ -200,12 +200,14 @@ class ResumeReply(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., sealed_blocks: _Optional[int] = ...) -> None: ...
 
 class CloseRequest(_message.Message):
-    __slots__ = ("session", "owned")
+    __slots__ = ("session", "owned", "discard")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     OWNED_FIELD_NUMBER: _ClassVar[int]
+    DISCARD_FIELD_NUMBER: _ClassVar[int]
     session: int
     owned: bool
-    def __init__(self, session: _Optional[int] = ..., owned: bool = ...) -> None: ...
+    discard: bool
+    def __init__(self, session: _Optional[int] = ..., owned: bool = ..., discard: bool = ...) -> None: ...
 
 class CloseReply(_message.Message):
     __slots__ = ()

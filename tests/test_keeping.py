@@ -1,0 +1,238 @@
+"""What is kept outlives engines, daemons and power cuts: right bytes, or a loss that is named."""
+
+import asyncio
+import contextlib
+import itertools
+
+import numpy as np
+import pytest
+
+from tests.moversteps import cool, demote, intact, start, turns
+from tests.rig import INT8, INT8_BLOCK, LAYERS, Rig, in_loop
+from tierd.disk.faults import FOR_EVER, Fault, FaultKind
+from tierd.disk.simulated import SimulatedDisk
+from tierd.errors import NotFound, StaleGeneration, StorageError, TierFull
+from tierd.keeping import CLAIM_SECONDS
+from tierd.types import SessionState, Tier
+
+
+def make(disk: SimulatedDisk, warm_blocks: int = 8, cold_blocks: int = 64, first: int = 1) -> Rig:
+    rig = Rig(warm_blocks * INT8_BLOCK, cold_blocks * INT8_BLOCK, disk, durable=True,
+              first_number=first)  # fmt: skip
+    rig.engine(1)
+    return rig
+
+
+def ids(blocks: int) -> bytes:
+    return np.arange(blocks * 16, dtype="<u4").tobytes()
+
+
+async def suspend(rig: Rig, session, blocks: int, **options) -> None:
+    task = await start(
+        rig.mover.suspend(session.engine_id, session.number, ids(blocks), blocks, **options)
+    )
+    await turns(rig, task)
+    task.result()
+
+
+async def kept(rig: Rig, blocks: int = 4):
+    session = rig.session()
+    await demote(rig, session, range(blocks), include_first=True)
+    await suspend(rig, session, blocks)
+    return session
+
+
+def reopened(disk: SimulatedDisk, **options) -> Rig:
+    rig = make(disk, first=1000, **options)
+    rig.store.check_integrity()
+    return rig
+
+
+def resumed(rig: Rig, number: int, blocks: int):
+    session = rig.store.resume_session(1, number, INT8, 1024)
+    assert (session.sealed_blocks, session.token_ids[: len(ids(blocks))]) == (blocks, ids(blocks))
+    rig.store.check_integrity()
+    intact(rig, session)
+    return session
+
+
+@pytest.mark.parametrize("how", ["kill", "crash"])
+@in_loop
+async def test_a_suspended_session_is_there_after(how: str) -> None:
+    disk = SimulatedDisk(1)
+    number = (await kept(make(disk))).number
+    again = reopened(disk.kill() if how == "kill" else disk.crash(keep=()))
+    session = resumed(again, number, 4)
+    assert session.index.pages_in(Tier.COLD) == 4 * LAYERS
+
+
+@in_loop
+async def test_a_suspension_is_not_acknowledged_before_its_sync() -> None:
+    disk = SimulatedDisk(1)
+    rig = make(disk)
+    session = rig.session()
+    await demote(rig, session, range(4), include_first=True)
+    task = await start(rig.mover.suspend(1, session.number, ids(4), 4))
+    for _ in range(10):
+        rig.mover.pump()
+        rig.lanes.run()  # each pass: the copies, then the flush
+        if not task.done() and not disk.pending() and not rig.store.keeper.unbacked(session):
+            break
+    assert session.state is SessionState.RUNNING
+    rig.mover.pump()
+    await task
+    assert session.state is SessionState.SUSPENDED
+
+
+@in_loop
+async def test_what_stays_warm_of_a_suspended_session_is_spilled_without_a_copy() -> None:
+    rig = make(SimulatedDisk(1))
+    session = await kept(rig)
+    assert session.index.pages_in(Tier.WARM) == session.index.backed_count == 4 * LAYERS
+    writes = rig.disk.operations
+    cool(rig, session)
+    assert session.index.pages_in(Tier.COLD) == 4 * LAYERS and rig.disk.operations == writes
+    resumed(rig, session.number, 4)
+
+
+@in_loop
+async def test_an_engine_that_dies_leaves_a_resumed_session_as_it_was_kept() -> None:
+    rig = make(SimulatedDisk(1))
+    number = (await kept(rig)).number
+    session = resumed(rig, number, 4)
+    await demote(rig, session, range(4, 7))
+    rig.store.drop_engine(1)
+    assert session.state is SessionState.SUSPENDED and len(session.index) == 4 * LAYERS
+    rig.engine(2)
+    rig.store.resume_session(2, number, INT8, 1024)
+    intact(rig, session)
+
+
+@in_loop
+async def test_a_resumed_session_is_as_it_was_kept_after_both_have_died() -> None:
+    disk = SimulatedDisk(1)
+    rig = make(disk)
+    number = (await kept(rig)).number
+    session = resumed(rig, number, 4)
+    await demote(rig, session, range(4, 10))
+    rig.settle()
+    resumed(reopened(disk.kill()), number, 4)
+
+
+@in_loop
+async def test_a_truncation_cuts_what_is_kept() -> None:
+    disk = SimulatedDisk(1)
+    rig = make(disk)
+    number = (await kept(rig)).number
+    session = rig.store.resume_session(1, number, INT8, 1024)
+    rig.store.truncate(1, number, 2)
+    await demote(rig, session, [2, 3], version=1)
+    rig.store.drop_engine(1)
+    assert session.sealed_blocks == 2
+    rig.clock.advance(1.0)
+    rig.settle()
+    resumed(reopened(disk.kill()), number, 2)
+
+
+@in_loop
+async def test_close_by_its_engine_keeps_discard_does_not() -> None:
+    disk = SimulatedDisk(1)
+    rig = make(disk)
+    first, second = (await kept(rig)).number, (await kept(rig)).number
+    for number in (first, second):
+        rig.store.resume_session(1, number, INT8, 1024)
+    rig.store.close_session(first, engine_id=1)
+    rig.store.close_session(second, engine_id=1, discard=True)
+    rig.clock.advance(1.0)
+    rig.settle()
+    again = reopened(disk.kill())
+    resumed(again, first, 4)
+    with pytest.raises(NotFound):
+        again.store.session(second)
+
+
+@in_loop
+async def test_a_session_that_was_never_kept_waits_for_its_engine_then_goes() -> None:
+    disk = SimulatedDisk(1)
+    rig = make(disk)
+    session = rig.session()
+    await demote(rig, session, range(1, 20))
+    rig.settle()
+    cold = rig.store.stats()["tiers"]["cold"]["bytes"]
+    again = reopened(disk.kill())
+    assert again.store.stats()["tiers"]["cold"]["bytes"] == cold > 0
+    assert list(again.store.keeper.unclaimed) == [session.number]
+    again.clock.advance(CLAIM_SECONDS)
+    again.store.tick()
+    again.store.check_integrity()
+    again.store.tick()
+    assert again.store.stats()["tiers"]["cold"]["bytes"] == 0
+    again.mover.pump()
+    again.settle()
+    assert not reopened(again.disk.kill()).store.keeper.unclaimed
+
+
+@in_loop
+async def test_no_room_to_keep_leaves_the_session_with_its_engine() -> None:
+    rig = make(SimulatedDisk(1), warm_blocks=16, cold_blocks=4)
+    session = rig.session()
+    await demote(rig, session, range(8), include_first=True)
+    with pytest.raises(TierFull, match="cold tier has no room to keep"):
+        await suspend(rig, session, 8)
+    assert session.state is SessionState.RUNNING
+    intact(rig, session)
+
+
+@in_loop
+async def test_kept_sessions_are_not_evicted_for_a_running_one() -> None:
+    rig = make(SimulatedDisk(1), warm_blocks=4, cold_blocks=10)
+    session = await kept(rig, 4)
+    other = rig.session()
+    with pytest.raises(TierFull, match="kept sessions hold"):
+        while True:
+            left = [block for block in range(1, 40) if not other.index.layers_of(block)]
+            task = await start(
+                rig.mover.plan_demotion(1, other.number, left, 1, deadline_seconds=5.0)
+            )
+            while not task.done():
+                rig.mover.pump()
+                rig.lanes.run()
+                rig.clock.advance(0.5)
+                await asyncio.sleep(0)
+            plan = task.result()
+            rig.store.commit(1, plan.reservation, rig.write(other, plan))
+    rig.store.close_session(other.number, engine_id=1)
+    resumed(rig, session.number, 4)
+
+
+@pytest.mark.parametrize("count", [1, FOR_EVER], ids=["once", "for ever"])
+@in_loop
+async def test_a_failed_sync_is_an_error_never_an_acknowledgement(count: int) -> None:
+    for number in itertools.count(1):
+        fault = Fault(FaultKind.SYNC_DROPS, first=number, count=count)
+        disk = SimulatedDisk(number, faults=[fault])
+        with contextlib.suppress(StorageError):
+            rig = make(disk)
+            session = rig.session()
+            await demote(rig, session, range(4), include_first=True)
+            try:
+                await suspend(rig, session, 4)
+            except StorageError:
+                assert session.state is SessionState.RUNNING
+                intact(rig, session)
+                raise
+            resumed(reopened(disk.crash(keep=())), session.number, 4)
+            assert number > 4, "a suspension makes several syncs, and the start too"
+            return
+
+
+@in_loop
+async def test_another_engine_cannot_take_an_unclaimed_session_that_was_never_kept() -> None:
+    disk = SimulatedDisk(1)
+    rig = make(disk)
+    session = rig.session()
+    await demote(rig, session, range(1, 20))
+    rig.settle()
+    again = reopened(disk.kill())
+    with pytest.raises((NotFound, StaleGeneration)):
+        again.store.resume_session(1, session.number, INT8, 1024)

@@ -1,0 +1,112 @@
+"""The flusher: group commit. What was copied to cold becomes findable only when the ledger says so.
+
+    copied → recorded → flushed → published
+
+A flush takes in all that was recorded before it: the moves of several batches,
+drops, and the sessions that wait to be durable. One runs at a time, in a lane;
+under load the next group gathers meanwhile, so that no timer is needed.
+
+Invariants:
+  a group's moves are handed back exactly once, with the flush's error or none
+  a session is durable when a flush with `sync` that began after its record has returned
+  at most one flush or snapshot is under way
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tierd.disk.slabfiles import SlabFiles
+from tierd.disk.volatile import LedgerPort
+from tierd.errors import StorageError
+from tierd.lanes import Lanes
+from tierd.placement import Move
+
+# A record that no move waits for (a page dropped, a slab added) waits this long at most.
+LINGER_SECONDS = 0.02
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """What one flush makes durable, and what came of it."""
+
+    moves: list[Move] = field(default_factory=list)
+    waiters: list[object] = field(default_factory=list)
+    error: StorageError | None = None
+    began_seconds: float = 0.0
+
+
+class Flusher:
+    """The ledger's only writer. All methods are for the event loop's thread."""
+
+    def __init__(
+        self, ledger: LedgerPort, files: SlabFiles, lanes: Lanes, wake: Callable[[], None]
+    ) -> None:
+        self._ledger = ledger
+        self._files = files
+        self._lanes = lanes
+        self._wake = wake
+        self._next = Group()
+        self._flying: Group | None = None
+        self._landed: list[Group] = []
+        self._flushed_seconds = 0.0
+
+    def add(self, moves: Sequence[Move]) -> None:
+        """Take moves whose bytes are in cold and in the ledger's hands."""
+        self._next.moves.extend(moves)
+
+    def add_waiter(self, waiter: object) -> None:
+        """Let the next group be synced; `waiter` comes back with it."""
+        self._next.waiters.append(waiter)
+
+    def overdue(self, now_seconds: float, limit_seconds: float) -> bool:
+        """Say whether a flush has gone on for longer than `limit_seconds`."""
+        flying = self._flying
+        return flying is not None and now_seconds >= flying.began_seconds + limit_seconds
+
+    @property
+    def busy(self) -> bool:
+        """Whether a flush is under way, or moves or waiters are there for one."""
+        return self._flying is not None or bool(self._next.moves or self._next.waiters)
+
+    def take_landed(self) -> list[Group]:
+        """Return the groups whose flush has ended since the last call."""
+        landed, self._landed = self._landed, []
+        return landed
+
+    def begin(self, now_seconds: float) -> bool:
+        """Begin a flush if one is due; say whether it did. A lane must be free."""
+        if self._flying is not None or self._ledger.failed:
+            return False
+        lingering = self._ledger.dirty and now_seconds >= self._flushed_seconds + LINGER_SECONDS
+        if not (self._next.moves or self._next.waiters or lingering):
+            return False
+        group, self._next = self._next, Group()
+        group.began_seconds = self._flushed_seconds = now_seconds
+        self._flying = group
+        self._lanes.begin(lambda: self._flush(group), lambda: self._land(group))
+        return True
+
+    def refuse(self) -> None:
+        """Hand back what waits, with the reason: the ledger has failed for good."""
+        if self._ledger.failed and (self._next.moves or self._next.waiters):
+            group, self._next = self._next, Group()
+            group.error = StorageError(self._ledger.failed)
+            self._landed.append(group)
+
+    def _flush(self, group: Group) -> None:
+        try:
+            if group.waiters:
+                self._files.sync()
+            self._ledger.flush(sync=bool(group.waiters))
+            if self._ledger.snapshot_due:
+                self._ledger.snapshot()
+        except StorageError as error:
+            group.error = error
+
+    def _land(self, group: Group) -> None:
+        assert self._flying is group, "two flushes at once"
+        self._flying = None
+        self._landed.append(group)
+        self._wake()

@@ -1,0 +1,202 @@
+"""Keeping: what of a session outlives its engine, and its daemon.
+
+    suspend → kept → resume → suspend …      kept anew
+                     resume → close, or the engine dies: as it was kept before
+    discard, close by an operator            gone
+
+The ledger holds each session and each cold page. After a restart a session is
+dormant: its pages are looked up only when somebody needs them, so that a
+million of them cost a start nothing. What an engine had beyond what was kept is
+unclaimed: it waits a while for that engine, then it goes.
+
+Invariants:
+  a session's record stands in the ledger, with the blocks that are kept of it
+  a dormant session has no page in the index; what the ledger has is all it has
+  a session that was never kept is in the book only while an engine owns it
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from tierd.clock import Clock
+from tierd.disk.records import SessionRecord
+from tierd.disk.volatile import LedgerPort, PageRows
+from tierd.index import Page, SessionIndex
+from tierd.placement import Placement
+from tierd.sessions import Session, SessionBook
+from tierd.types import CodecId, PageKey, Place, SessionState, Tier
+
+# An engine tries for 30 s to find its daemon again; after twice that nobody comes.
+CLAIM_SECONDS = 60.0
+RUNNING, PARKED = "running", "parked"
+
+
+class Keeper:
+    """The kept sessions of one store."""
+
+    def __init__(
+        self, book: SessionBook, placement: Placement, ledger: LedgerPort, clock: Clock
+    ) -> None:
+        self._book = book
+        self._placement = placement
+        self._ledger = ledger
+        self._clock = clock
+        self.unclaimed: dict[int, Session] = {}  # dormant, with an engine's pages
+        self._claims_end_seconds = math.inf
+
+    @property
+    def durable(self) -> bool:
+        """Whether a kept session outlives the daemon."""
+        return self._ledger.durable
+
+    def restore(self) -> None:
+        """Take in what the ledger has from earlier runs. Raises StorageError, TierFull."""
+        for slab in self._ledger.slabs().values():
+            self._placement.restore_slab(slab)
+        for record in self._ledger.sessions().values():
+            session = self._dormant(record)
+            if record.state == RUNNING:
+                self.unclaimed[session.number] = session
+                self.cut(session, self._kept_prefix(session))
+            if session.kept:
+                self._book.add(session)
+        self._claims_end_seconds = self._clock.monotonic() + CLAIM_SECONDS
+
+    def _dormant(self, record: SessionRecord) -> Session:
+        namespace = record.namespace
+        session = Session(
+            record.number,
+            namespace,
+            namespace.digest(),
+            SessionIndex(namespace.geometry.layers),
+            self._clock.monotonic(),
+            dormant=True,
+        )
+        if record.token_ids or record.state == PARKED:
+            session.keep(record.token_ids, record.sealed_blocks)
+        return session
+
+    def _kept_prefix(self, session: Session) -> int:
+        """Return how many of the kept blocks the ledger has whole, from the first on."""
+        blocks = self._ledger.pages_of(session.number)["block"]
+        counts = np.bincount(blocks[blocks < session.sealed_blocks], minlength=1)
+        gaps = np.flatnonzero(counts < session.layers)
+        return min(session.sealed_blocks, int(gaps[0]) if len(gaps) else len(counts))
+
+    def wake(self, session: Session) -> None:
+        """Put a dormant session's pages into its index, those that are kept of it."""
+        if session.dormant:
+            self._claims_end(session)
+            session.dormant = False
+            for key, page in pages_of(self._ledger.pages_of(session.number)):
+                session.index.set(key.layer, key.block, page)
+
+    def claim(self, number: int) -> Session | None:
+        """Return an unclaimed session with all its pages, for its engine; or None.
+
+        It is the caller's to enter in the book if it was never kept.
+        """
+        session = self.unclaimed.pop(number, None)
+        if session is None:
+            return None
+        session.dormant = False
+        for key, page in pages_of(self._ledger.pages_of(number)):
+            session.index.set(key.layer, key.block, page)
+        return session
+
+    def _claims_end(self, session: Session) -> None:
+        """An unclaimed session is its engine's no more: only what was kept of it stays."""
+        if self.unclaimed.pop(session.number, None) is None:
+            return
+        rows = self._ledger.pages_of(session.number)
+        beyond = rows[rows["block"] >= (session.sealed_blocks if session.kept else 0)]
+        self._placement.discard([page.place for _, page in pages_of(beyond)])
+        if session.kept:
+            self._ledger.truncate(session.number, session.sealed_blocks)
+            self.record(session)
+        else:
+            self._ledger.drop_session(session.number)
+
+    def cold_pages(self, session: Session) -> int:
+        """Return how many pages of a session are cold, dormant or not."""
+        if session.dormant:
+            return len(self._ledger.pages_of(session.number))
+        return session.index.pages_in(Tier.COLD)
+
+    def kept_bytes(self) -> int:
+        """Return about how many bytes of cold must outlive the daemon (a first block is raw)."""
+        if not self.durable:
+            return 0
+        return sum(
+            self._placement.slot_bytes(session, session.namespace.codec)
+            * session.sealed_blocks
+            * session.layers
+            for session in self._book
+            if session.kept
+        )
+
+    def record(self, session: Session) -> None:
+        """Record a session as it is now; a flush with `sync` makes it so."""
+        state = PARKED if session.state is SessionState.SUSPENDED else RUNNING
+        self._ledger.put_session(
+            SessionRecord(
+                session.number, session.namespace, state, session.token_ids, session.sealed_blocks
+            )
+        )
+
+    def cut(self, session: Session, first_block: int) -> None:
+        """Blocks >= first_block are gone from what a session keeps."""
+        if session.kept and session.sealed_blocks > first_block:
+            session.sealed_blocks = first_block
+            self.record(session)
+
+    def whole_blocks(self, session: Session) -> int:
+        """Return how many of the kept blocks, from the first, have every page."""
+        for block in range(session.sealed_blocks):
+            if not session.index.holds([block]):
+                return block
+        return session.sealed_blocks
+
+    def unbacked(self, session: Session) -> list[PageKey]:
+        """Return the pages of a session that are in RAM alone, block by block."""
+        index = session.index
+        if index.pages_in(Tier.WARM) == index.backed_count:
+            return []
+        return [
+            PageKey(session.number, layer, block)
+            for block in index.blocks_in(Tier.WARM)
+            for layer in index.layers_in(Tier.WARM, block)
+            if (page := index.get(layer, block)) is not None and page.backing is None
+        ]
+
+    def tick(self) -> None:
+        """Drop what nobody has claimed."""
+        if self.unclaimed and self._clock.monotonic() >= self._claims_end_seconds:
+            for session in list(self.unclaimed.values()):
+                self._claims_end(session)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a dormant or unclaimed session is anything else too."""
+        for session in (*self._book, *self.unclaimed.values()):
+            if session.dormant:
+                assert session.state is SessionState.SUSPENDED, f"{session.id}: {session.state}"
+        for number, session in self.unclaimed.items():
+            assert session.dormant and session.number == number, f"{session.id} is not dormant"
+
+
+def pages_of(rows: PageRows) -> Iterator[tuple[PageKey, Page]]:
+    """Iterate over ledger rows as pages, all cold."""
+    for session, block, layer, codec, slab, slot, generation, digest in zip(
+        *(
+            rows[name].tolist()
+            for name in ("session", "block", "layer", "codec", "slab", "slot", "generation")
+        ),
+        rows["digest"],
+        strict=True,
+    ):
+        place = Place(Tier.COLD, CodecId(codec), slab, slot, generation)
+        yield PageKey(session, layer, block), Page(place, digest.tobytes())

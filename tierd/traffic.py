@@ -1,0 +1,172 @@
+"""Traffic: pages on the move between warm and cold, and those that leave for good.
+
+The mover asks here what should move, begins it, and reports what came of it.
+
+Invariants:
+  a move ends in `finish`, `abort` or `damaged`, once
+  a suspended session keeps a prefix without gaps, whatever is lost
+  nothing that must outlive the daemon is evicted
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from tierd.clock import Clock
+from tierd.hints import HintBook
+from tierd.keeping import Keeper
+from tierd.placement import Move, Placement
+from tierd.policy import Candidate, Rank, choose_spills, session_rank
+from tierd.sessions import Session, SessionBook
+from tierd.types import PageKey, SessionState, Tier
+
+
+class Traffic:
+    """The moves of one store."""
+
+    def __init__(
+        self,
+        book: SessionBook,
+        placement: Placement,
+        hints: HintBook,
+        keeper: Keeper,
+        clock: Clock,
+    ) -> None:
+        self._book = book
+        self._placement = placement
+        self._hints = hints
+        self._keeper = keeper
+        self._clock = clock
+        self.counts: Counter[str] = Counter()
+
+    def choose_spills(self, need_bytes: int, below: Rank) -> list[PageKey]:
+        """Return warm pages of sessions ranked under `below` whose spill frees `need_bytes`."""
+        moving: Collection[PageKey] = self._placement.moving
+        return choose_spills(map(self._candidate, self._book), need_bytes, below, moving)
+
+    def rank(self, session: Session) -> Rank:
+        """Return when a session's pages leave, compared with others'."""
+        deadline = self._hints.deadline_of(session.number)
+        return session_rank(session.state, session.last_used_seconds, deadline)
+
+    def _candidate(self, session: Session) -> Candidate:
+        def page_bytes(layer: int, block: int) -> int:
+            page = session.index.get(layer, block)
+            assert page is not None
+            return self._placement.slot_bytes(session, page.place.codec)
+
+        return Candidate(
+            rank=self.rank(session),
+            session=session.number,
+            blocks=session.index.blocks_in(Tier.WARM),
+            layers_of=lambda block: session.index.layers_in(Tier.WARM, block),
+            page_bytes=page_bytes,
+        )
+
+    def pages_in(self, tier: Tier, session: Session, blocks: Sequence[int]) -> list[PageKey]:
+        """Return the pages of `blocks` that are in `tier`, block by block."""
+        return [
+            PageKey(session.number, layer, block)
+            for block in blocks
+            for layer in session.index.layers_in(tier, block)
+        ]
+
+    def begin_move(self, key: PageKey, to: Tier, *, keeps_source: bool = False) -> Move | None:
+        """Hold a page's slot and one in the other tier; None if that has no room."""
+        session = self._book.find(key.session)
+        return self._placement.begin_move(session, key, to, keeps_source=keeps_source)
+
+    def fall_back(self, key: PageKey) -> bool:
+        """Spill a page at once if its bytes are in cold already; say whether they were."""
+        session = self._book.find(key.session)
+        page = session.index.get(key.layer, key.block)
+        if page is None or page.backing is None:
+            return False
+        self._placement.fall_back(session, key)
+        self._spilled(key)
+        return True
+
+    def _spilled(self, key: PageKey) -> None:
+        self.counts["spills"] += 1
+        self._hints.page_spilled(key)
+
+    def record(self, moves: Sequence[Move]) -> None:
+        """The bytes are in cold: tell the ledger. A flush goes between this and `finish_moves`."""
+        self._placement.record(moves)
+
+    def finish(self, moves: Sequence[Move]) -> None:
+        """The bytes are there: publish each page at its new place, unless it has gone."""
+        now_seconds = self._clock.monotonic()
+        for move in moves:
+            if not self._placement.finish_move(move):
+                continue
+            if move.keeps_source:
+                self.counts["backups"] += 1
+            elif move.destination.tier is Tier.COLD:
+                self._spilled(move.key)
+            else:
+                self.counts["promotions"] += 1
+                self._hints.page_arrived(move.key, now_seconds)
+
+    def abort(self, move: Move) -> None:
+        """The bytes are not there; the page stays where it was."""
+        self._placement.abort_move(move)
+
+    def damaged(self, move: Move) -> None:
+        """The source's bytes are not the page's: it is lost, never copied.
+
+        A suspended session keeps a prefix without gaps: it loses the blocks from there on.
+        """
+        session, key, orphaned = move.session, move.key, move.orphaned
+        self._placement.abort_move(move)
+        self.counts["corrupt"] += 1
+        if orphaned:
+            return
+        if move.source.tier is Tier.COLD:
+            self._placement.condemn(session, key, "read back other than it was written")
+            self._hints.page_lost(key, self._clock.monotonic())
+        else:
+            self.drop_pages(session, [key])
+        if session.state is SessionState.SUSPENDED:
+            self.drop_from(session, key.block)
+            self._keeper.cut(session, key.block)
+
+    def evict(self, need_bytes: int) -> int:
+        """Free bytes of cold without losing what must be kept; return how many.
+
+        First go cold copies of pages that are warm, of the most wanted sessions
+        first: those stay warm longest. Then, where nothing is durable anyway,
+        the newest blocks of the least wanted suspended sessions, which resume
+        with those before them and their token ids.
+        """
+        freed_bytes = 0
+        for session in sorted(self._book, key=self.rank, reverse=True):
+            if session.state is not SessionState.SUSPENDED and freed_bytes < need_bytes:
+                kept = session.sealed_blocks if session.kept and self._keeper.durable else 0
+                freed_bytes += self._placement.drop_backings(
+                    session, need_bytes - freed_bytes, first_block=kept
+                )
+        if self._keeper.durable:
+            return freed_bytes
+        suspended = [s for s in self._book if s.state is SessionState.SUSPENDED]
+        for session in sorted(suspended, key=self.rank):
+            while freed_bytes < need_bytes and session.sealed_blocks:
+                block = session.sealed_blocks - 1
+                for _, place in session.pages_from(block):
+                    freed_bytes += self._placement.slot_bytes(session, place.codec)
+                self.counts["evictions"] += self.drop_from(session, block)
+                self._keeper.cut(session, block)
+        return freed_bytes
+
+    def drop_from(self, session: Session, first_block: int) -> int:
+        """Drop a session's pages of blocks >= first_block; return how many."""
+        keys = [key for key, _ in session.pages_from(first_block)]
+        self.drop_pages(session, keys)
+        return len(keys)
+
+    def drop_pages(self, session: Session, keys: Sequence[PageKey]) -> None:
+        """Drop these pages."""
+        self._placement.drop(session, keys)
+        for key in keys:
+            self._hints.page_lost(key, self._clock.monotonic())

@@ -1,0 +1,178 @@
+"""Who waits for the mover, until when, and what they are told.
+
+Invariants:
+  every waiter is answered by its deadline, once, and is then forgotten
+  no answer is made to wait once `stop` was called
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from tierd.errors import (
+    DaemonUnavailable,
+    DeadlineExceeded,
+    InvalidArgument,
+    StorageError,
+    TierdError,
+    TierFull,
+)
+from tierd.memory.slabs import SlabPool
+from tierd.sessions import Session
+from tierd.store import Store
+from tierd.types import PageKey, SessionState, Tier
+from tierd.units import format_size
+
+WAIT_SECONDS_MAX = 60.0
+PARK_SECONDS_MAX = 600.0  # 37 GiB at the slowest disk we promise for
+
+
+@dataclass(slots=True, eq=False)
+class RoomWaiter:
+    """A demotion that waits until `slots` of `pool` can be reserved."""
+
+    session: Session
+    pool: SlabPool
+    slots: int
+    deadline_seconds: float
+    answer: asyncio.Future[None]
+
+
+@dataclass(slots=True, eq=False)
+class PromotionWaiter:
+    """An engine that waits until `keys` are warm."""
+
+    session: Session
+    keys: list[PageKey]
+    deadline_seconds: float
+    answer: asyncio.Future[None]
+
+
+@dataclass(slots=True, eq=False)
+class ParkWaiter:
+    """An engine that waits until its session is durable; `flushing` once only the sync is left."""
+
+    session: Session
+    engine_id: int
+    deadline_seconds: float
+    answer: asyncio.Future[None]
+    flushing: bool = False
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the engine still has the session."""
+        return self.session.engine_id == self.engine_id
+
+
+class Waiters:
+    """All that wait on one mover. `trouble` is the last thing that went wrong, or ""."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._clock = store.clock
+        self._stopping = False
+        self.trouble = ""
+        self.rooms: list[RoomWaiter] = []
+        self.promotions: list[PromotionWaiter] = []
+        self.parks: list[ParkWaiter] = []
+
+    def stop(self) -> None:
+        """Tell everybody that the daemon is stopping, now and from now on."""
+        self._stopping = True
+        self._fail_all()
+
+    def tell(self, now_seconds: float) -> None:
+        """Answer who has what it waits for, and who has waited long enough."""
+        self._answer_rooms(now_seconds)
+        self._answer_promotions(now_seconds)
+        self._answer_parks(now_seconds)
+
+    def deadline(self, seconds: float, seconds_max: float = WAIT_SECONDS_MAX) -> float:
+        """Return the moment `seconds` from now. Raises InvalidArgument."""
+        if not 0.0 < seconds <= seconds_max:
+            raise InvalidArgument(f"deadline is {seconds} s, must be 0 to {seconds_max:g}")
+        return self._clock.monotonic() + seconds
+
+    def new_answer(self) -> asyncio.Future[None]:
+        """Return what a caller may wait on. Raises DaemonUnavailable."""
+        if self._stopping:
+            raise DaemonUnavailable("the daemon is stopping")
+        return asyncio.get_running_loop().create_future()
+
+    def _answer_rooms(self, now_seconds: float) -> None:
+        pools = self._store.placement.pools[Tier.WARM]
+        promised: dict[SlabPool, int] = {}
+        for waiter in list(self.rooms):
+            slots = promised.get(waiter.pool, 0) + waiter.slots
+            promised[waiter.pool] = slots
+            closed = waiter.session.state is SessionState.CLOSED
+            if closed or waiter.answer.done() or pools.make_available(waiter.pool, slots):
+                self.answer(waiter.answer)
+            elif now_seconds >= waiter.deadline_seconds:
+                self.answer(waiter.answer, TierFull(self._why_full()))
+            else:
+                continue
+            self.rooms.remove(waiter)
+
+    def _answer_promotions(self, now_seconds: float) -> None:
+        for waiter in list(self.promotions):
+            index = waiter.session.index
+            waiter.keys = [
+                key
+                for key in waiter.keys
+                if (page := index.get(key.layer, key.block)) and page.place.tier is Tier.COLD
+            ]
+            overdue = now_seconds >= waiter.deadline_seconds
+            if overdue or not waiter.keys or waiter.answer.done():
+                self.answer(waiter.answer)
+                self.promotions.remove(waiter)
+
+    def _answer_parks(self, now_seconds: float) -> None:
+        ledger = self._store.ledger
+        for waiter in list(self.parks):
+            if not waiter.lasts or waiter.answer.done():
+                self.end_park(waiter, DaemonUnavailable("the engine has left the session"))
+            elif ledger.failed:
+                self.end_park(waiter, StorageError(f"cold takes no more: {ledger.failed}"))
+            elif now_seconds >= waiter.deadline_seconds:
+                self.end_park(waiter, DeadlineExceeded(self._why_not_kept(waiter.session)))
+
+    def _why_not_kept(self, session: Session) -> str:
+        left = len(self._store.keeper.unbacked(session))
+        return f"the session is not on disk yet: {left} pages are left. {self.trouble}".strip()
+
+    def end_park(self, waiter: ParkWaiter, error: TierdError | None = None) -> None:
+        """Take the session from its engine, or tell it why not."""
+        self.parks.remove(waiter)
+        if error is None and waiter.lasts:
+            self._store.finish_suspend(waiter.session)
+        self.answer(waiter.answer, error)
+
+    def answer(self, answer: asyncio.Future[None], error: TierdError | None = None) -> None:
+        """Let a caller go on, or raise `error` in it."""
+        if answer.done():  # the call was cancelled
+            return
+        if error is None:
+            answer.set_result(None)
+        else:
+            answer.set_exception(error)
+
+    def _fail_all(self) -> None:
+        answers = [room.answer for room in self.rooms]
+        answers += [promotion.answer for promotion in self.promotions]
+        for answer in answers + [park.answer for park in self.parks]:
+            self.answer(answer, DaemonUnavailable("the daemon is stopping"))
+        self.rooms.clear()
+        self.promotions.clear()
+        self.parks.clear()
+
+    def _why_full(self) -> str:
+        retired = self._store.retired_bytes(Tier.WARM)
+        if self.trouble:
+            return f"no room in warm: the cold disk fails: {self.trouble}"
+        if retired:
+            return f"no room in warm: {retired} bytes wait for engines to end their steps"
+        kept_bytes = self._store.keeper.kept_bytes()
+        kept = f": kept sessions hold {format_size(kept_bytes)} of it" if kept_bytes else ""
+        return f"no room in warm, and nothing in it can be spilled: the cold tier is full{kept}"
