@@ -2,8 +2,11 @@
 
 After each step the ledger's own integrity holds and it has what was said; after
 each end of the machine it has a state that was, no older than acknowledged.
+
+TIERD_MODEL_EXAMPLES and TIERD_MODEL_STEPS make a longer run.
 """
 
+import os
 import random
 
 from hypothesis import settings
@@ -14,8 +17,8 @@ from tests.disk.ledgerrig import SLOTS, Rig, slab_files
 from tierd.testing import SimulatedDisk
 
 SEEDS = st.integers(0, 2**32 - 1)
-# 300 × 50 in the suite; the longer run is `scripts/torture`.
-EXAMPLES, STEPS = 300, 50
+EXAMPLES = int(os.environ.get("TIERD_MODEL_EXAMPLES", "300"))
+STEPS = int(os.environ.get("TIERD_MODEL_STEPS", "50"))
 
 
 class LedgerMachine(RuleBasedStateMachine):

@@ -28,11 +28,14 @@ from tierd.disk.records import (
     Rows,
     SessionRecord,
     empty_rows,
+    integer,
     keys_from,
     page_keys,
     rows_of,
     session_of,
     slab_of,
+    text,
+    whole_bytes,
 )
 from tierd.errors import StorageError
 from tierd.types import SlabRecord
@@ -135,7 +138,7 @@ class Image:
                 self.drop_pages(record[1], keys)
                 return len(keys)
             case Kind.TRUNCATE:
-                self.truncate(record[1], _number(record[2], WORD_MAX + 1))
+                self.truncate(record[1], integer(record[2], WORD_MAX + 1))
             case Kind.TOKENS | Kind.SESSION:
                 self._apply_session(record)
             case Kind.DROP_SESSION:
@@ -146,7 +149,7 @@ class Image:
             case Kind.DROP_SLAB:
                 self.drop_slab(record[1])
             case Kind.QUARANTINE:
-                self.quarantine(record[1], _number(record[2], WORD_MAX), str(record[3]))
+                self.quarantine(record[1], integer(record[2], WORD_MAX), text(record[3]))
             case Kind.SLAB_LIMIT:
                 self.slab_limit = max(self.slab_limit, record[1])
         return 1
@@ -155,16 +158,15 @@ class Image:
         kind, number = record[0], record[1]
         if kind == Kind.TOKENS:
             parts = [] if record[2] == 0 else self._parts.get(number, [])
-            if sum(map(len, parts)) != record[2] or not isinstance(record[3], bytes):
+            if sum(map(len, parts)) != record[2]:
                 raise StorageError("a session's token ids do not join")
-            self._parts[number] = [*parts, record[3]]
+            self._parts[number] = [*parts, whole_bytes(record[3])]
             return
         _, _, namespace, state, sealed_blocks, token_bytes, last = record
-        parts = self._parts.pop(number, []) if len(last) != token_bytes else []
-        tokens = b"".join([*parts, last])
+        parts = self._parts.pop(number, [])
+        tokens = b"".join([*(parts if len(whole_bytes(last)) != token_bytes else []), last])
         if len(tokens) != token_bytes:
             raise StorageError("a session's token ids are not whole")
-        self._parts.pop(number, None)
         self.sessions[number] = session_of([number, namespace, state, sealed_blocks, tokens])
 
     def commit(self, rows: Rows) -> None:
@@ -323,9 +325,3 @@ class Places:
         """Return the numbers of places that are known and inside."""
         numbers: npt.NDArray[np.int64] = self._first[self.row_of(slabs)] + slots
         return numbers
-
-
-def _number(value: Any, maximum: int) -> int:
-    if type(value) is not int or not 0 <= value <= maximum:
-        raise StorageError(f"a record holds {value!r:.40} where a number was")
-    return value

@@ -102,13 +102,13 @@ def namespace_of(items: Any) -> Namespace:
     try:
         (layers, kv_heads, head_dim, dtype, block_tokens), own = items
         geometry = Geometry(
-            _integer(layers, WORD_MAX), _integer(kv_heads, WORD_MAX),
-            _integer(head_dim, WORD_MAX), DType(dtype), _integer(block_tokens, WORD_MAX),
+            integer(layers, WORD_MAX), integer(kv_heads, WORD_MAX),
+            integer(head_dim, WORD_MAX), DType(dtype), integer(block_tokens, WORD_MAX),
         )  # fmt: skip
         weights, codec, revision, adapters, rope, rank_map, salt, version = own
         return Namespace(
-            geometry, _text(weights), CodecId(_integer(codec, 255)), _text(revision),
-            _text(adapters), _text(rope), _text(rank_map), _text(salt), _integer(version, WORD_MAX),
+            geometry, text(weights), CodecId(integer(codec, 255)), text(revision),
+            text(adapters), text(rope), text(rank_map), text(salt), integer(version, WORD_MAX),
         )  # fmt: skip
     except (InvalidArgument, TypeError, ValueError) as error:
         raise StorageError(f"not a namespace of this version: {error}") from None
@@ -117,19 +117,22 @@ def namespace_of(items: Any) -> Namespace:
 # -- checks of what comes from the disk ----------------------------------------------
 
 
-def _integer(value: Any, maximum: int) -> int:
+def integer(value: Any, maximum: int) -> int:
+    """Return `value` if it is an integer from 0 to `maximum`. Raises StorageError."""
     if type(value) is not int or not 0 <= value <= maximum:
         raise StorageError(f"a record holds {value!r:.40} where a number was")
     return value
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """Return `value` if it is a text. Raises StorageError."""
     if not isinstance(value, str):
         raise StorageError(f"a record holds {value!r:.40} where a text was")
     return value
 
 
-def _bytes(value: Any, size_bytes: int | None = None) -> bytes:
+def whole_bytes(value: Any, size_bytes: int | None = None) -> bytes:
+    """Return `value` if it is bytes, of that length. Raises StorageError."""
     if not isinstance(value, bytes) or (size_bytes is not None and len(value) != size_bytes):
         raise StorageError(f"a record holds {value!r:.40} where bytes were")
     return value
@@ -137,7 +140,7 @@ def _bytes(value: Any, size_bytes: int | None = None) -> bytes:
 
 def rows_of(data: Any) -> Rows:
     """Return packed rows as a read-only array, no copy. Raises StorageError."""
-    packed = _bytes(data)
+    packed = whole_bytes(data)
     if len(packed) % PAGE_ROW.itemsize:
         raise StorageError("a record holds a part of a row")
     return np.frombuffer(packed, dtype=PAGE_ROW)
@@ -145,7 +148,7 @@ def rows_of(data: Any) -> Rows:
 
 def keys_from(data: Any) -> Keys:
     """Return packed keys as a read-only array. Raises StorageError."""
-    packed = _bytes(data)
+    packed = whole_bytes(data)
     if len(packed) % 8:
         raise StorageError("a record holds a part of a key")
     return np.frombuffer(packed, dtype="<u8")
@@ -180,8 +183,8 @@ def session_of(items: Any) -> SessionRecord:
     if state not in STATES:
         raise StorageError(f"a session's record has state {state!r:.40}")
     return SessionRecord(
-        _integer(number, NUMBER_MAX), namespace_of(namespace), state, _bytes(token_ids),
-        _integer(sealed_blocks, WORD_MAX),
+        integer(number, NUMBER_MAX), namespace_of(namespace), state, whole_bytes(token_ids),
+        integer(sealed_blocks, WORD_MAX),
     )  # fmt: skip
 
 
@@ -196,12 +199,13 @@ def slab_of(items: Any) -> SlabRecord:
         raise StorageError("a slab's record has another length")
     slab, digest, slot_bytes, slots = items
     return SlabRecord(
-        _integer(slab, WORD_MAX), _bytes(digest, DIGEST_BYTES), _integer(slot_bytes, NUMBER_MAX),
-        _integer(slots, WORD_MAX),
+        integer(slab, WORD_MAX), whole_bytes(digest, DIGEST_BYTES), integer(slot_bytes, NUMBER_MAX),
+        integer(slots, WORD_MAX),
     )  # fmt: skip
 
 
-_LENGTHS = {
+# Items of each kind, the kind included.
+LENGTHS = {
     Kind.COMMIT: 2, Kind.DROP_PAGES: 3, Kind.TRUNCATE: 3, Kind.TOKENS: 4, Kind.SESSION: 7,
     Kind.DROP_SESSION: 2, Kind.SLAB: 5, Kind.DROP_SLAB: 2, Kind.QUARANTINE: 4, Kind.SLAB_LIMIT: 2,
 }  # fmt: skip
@@ -224,11 +228,11 @@ def unpack_records(payload: bytes) -> Iterator[Record]:
     for record in records:
         if not isinstance(record, list) or not record or type(record[0]) is not int:
             raise StorageError("a frame's payload holds something that is no record")
-        if record[0] not in _LENGTHS or len(record) != _LENGTHS[Kind(record[0])]:
+        if record[0] not in LENGTHS or len(record) != LENGTHS[Kind(record[0])]:
             raise StorageError(f"a record of kind {record[0]} and length {len(record)}")
         for number in record[1:2]:
             if record[0] != Kind.COMMIT:
-                _integer(number, NUMBER_MAX)
+                integer(number, NUMBER_MAX)
         yield record
 
 
