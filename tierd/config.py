@@ -203,8 +203,10 @@ def _from_file(file: str | os.PathLike[str] | None) -> dict[str, Any]:
         return {}
     try:
         tables = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"settings file {file}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"settings file {file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"settings file {file} is not UTF-8: byte {error.start}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"settings file {file} is not TOML: {error}") from None
     found: dict[str, Any] = {}

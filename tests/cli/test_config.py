@@ -45,3 +45,11 @@ def test_a_settings_file_that_is_not_there_is_named(tierd: Any, tmp_path: Path) 
     outcome = tierd("config", "show", "--config", str(tmp_path / "none.toml"))
     assert outcome.code == 2
     assert "none.toml" in outcome.err
+
+
+def test_a_settings_file_that_cannot_be_read_says_why_in_words(tierd: Any, tmp_path: Path) -> None:
+    absent, binary = tmp_path / "none.toml", tmp_path / "binary.toml"
+    binary.write_bytes(b"caf\xe9")
+    wanted = f"tierd: error: settings file {absent}: No such file or directory\n"
+    assert tierd("config", "show", "--config", str(absent)).err == wanted
+    assert "is not UTF-8: byte 3" in tierd("config", "show", "--config", str(binary)).err

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.wirerig import eventually
-from tierd.cli import interrupts
+from tierd.cli import interrupts, streams
 from tierd.errors import DaemonUnavailable
 
 ROOT = Path(__file__).parent.parent.parent
@@ -79,6 +79,18 @@ def test_a_signal_that_a_library_made_an_error_of_is_an_interrupt(
     world.during_job = convert
     outcome = tierd("demo", "--quiet")
     assert (outcome.code, outcome.err) == (129, "tierd: interrupted\n")
+
+
+def test_a_signal_while_the_last_of_the_output_is_flushed_is_an_interrupt(
+    tierd: Any, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted_flush(code: int) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("it was not heard")
+
+    monkeypatch.setattr(streams, "flushed", interrupted_flush)
+    outcome = tierd("demo", "--quiet")
+    assert (outcome.code, outcome.err) == (143, "tierd: interrupted\n")
 
 
 def test_an_ignored_signal_stays_ignored(tierd: Any, world: Any) -> None:

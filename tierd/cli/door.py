@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierd.cli import interrupts, streams
+from tierd.cli import exits, interrupts, streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,4 +14,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             streams.mend()
             from tierd.cli.app import run
 
-        return streams.flushed(run(argv))
+        try:
+            return streams.flushed(run(argv))
+        except KeyboardInterrupt:  # in the last moment: everything is done but the flush
+            streams.warn("interrupted")
+            return interrupts.exit_code() or exits.INTERRUPTED
