@@ -99,14 +99,16 @@ class Ledger:
         new_uuid: Callable[[], bytes],
         clock: Clock,
         segment_bytes: int = journals.SEGMENT_BYTES,
+        strict: bool = True,
     ) -> Ledger:
         """Recover what the disk holds, or begin a new store; `recovery` says what was found.
 
         `new_uuid` makes the 16 bytes of a new store's name. `segment_bytes`: a
-        multiple of 4 KiB, at least 64 KiB. Raises StorageError (no superblock
-        that can be trusted beside data; a disk that fails), StorageFull.
+        multiple of 4 KiB, at least 64 KiB. `strict`: refuse what is sound and
+        not understood. Raises StorageError (no superblock that can be trusted
+        beside data; a disk that fails), StorageFull.
         """
-        found = recover(disk, new_uuid=new_uuid, clock=clock)
+        found = recover(disk, new_uuid=new_uuid, clock=clock, strict=strict)
         if found.fresh:
             # The store's name is durable before anything else bears it.
             write_superblock(disk, Superblock(found.store_uuid, 1, found.next_slab, 0))
