@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from tierd.cli.streams import ReaderGone
+from tierd.cli.terminal import JobDisplay
+
 TIERD = f"{sys.executable} -m tierd.cli"
 ROOT = Path(__file__).parent.parent.parent
 # A verb that prints a lot, without a daemon.
@@ -103,3 +106,18 @@ def test_an_answer_that_cannot_be_written_ends_the_job(
     outcome = tierd("demo", "--quiet")
     assert (outcome.code, outcome.err) == (code, line)
     assert world.daemons_open == 0
+
+
+def test_what_is_noted_while_a_job_ends_for_its_output_is_heard(capsys: Any) -> None:
+    def refuse(text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    with pytest.raises(ReaderGone), JobDisplay(stream_text=True, quiet=False) as display:
+        display.token("a line that goes")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys.stdout, "write", refuse)
+            try:
+                display.token(" on")
+            finally:
+                display.note("the session is kept")
+    assert "the session is kept" in capsys.readouterr().err

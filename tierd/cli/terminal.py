@@ -203,6 +203,7 @@ class JobDisplay:
         if self._prefilling:
             self._finish_prefill()
         if self._stream_text and text:
+            self._ended_with_newline = True  # should this fail, there is no line to end
             with writing() as out:
                 out.write(printable(text) if out.isatty() else text)
             self._ended_with_newline = text.endswith("\n")
