@@ -64,7 +64,8 @@ class Keeper:
                 self.cut(session, self._kept_prefix(session))
             if session.kept:
                 self._book.add(session)
-        self._claims_end_seconds = self._clock.monotonic() + CLAIM_SECONDS
+        if self.durable:
+            self._claims_end_seconds = self._clock.monotonic() + CLAIM_SECONDS
 
     def _dormant(self, record: SessionRecord) -> Session:
         namespace = record.namespace
@@ -94,6 +95,11 @@ class Keeper:
             session.dormant = False
             for key, page in pages_of(self._ledger.pages_of(session.number)):
                 session.index.set(key.layer, key.block, page)
+
+    @property
+    def claims_open(self) -> bool:
+        """Whether engines of an earlier run may still hand their pages back."""
+        return self._clock.monotonic() < self._claims_end_seconds < math.inf
 
     def claim(self, number: int) -> Session | None:
         """Return an unclaimed session with all its pages, for its engine; or None.
@@ -174,10 +180,13 @@ class Keeper:
         ]
 
     def tick(self) -> None:
-        """Drop what nobody has claimed."""
-        if self.unclaimed and self._clock.monotonic() >= self._claims_end_seconds:
-            for session in list(self.unclaimed.values()):
-                self._claims_end(session)
+        """Drop what nobody has claimed, once the time for it is over."""
+        if self._clock.monotonic() < self._claims_end_seconds:
+            return
+        self._claims_end_seconds = math.inf
+        for session in list(self.unclaimed.values()):
+            self._claims_end(session)
+        self._placement.release_held()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a dormant or unclaimed session is anything else too."""
