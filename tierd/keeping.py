@@ -30,8 +30,8 @@ from tierd.placement import Placement
 from tierd.sessions import Session, SessionBook
 from tierd.types import CodecId, PageKey, Place, SessionState, Tier
 
-# An engine tries for 30 s to find its daemon again; after twice that nobody comes.
-CLAIM_SECONDS = 60.0
+# An engine looks for its daemon at each step, and breaks one off after 10 s without it.
+CLAIM_SECONDS = 20.0
 RUNNING, PARKED = "running", "parked"
 
 
@@ -118,6 +118,7 @@ class Keeper:
         """An unclaimed session is its engine's no more: only what was kept of it stays."""
         if self.unclaimed.pop(session.number, None) is None:
             return
+        self.release_held(session.namespace_digest)
         rows = self._ledger.pages_of(session.number)
         beyond = rows[rows["block"] >= (session.sealed_blocks if session.kept else 0)]
         self._placement.discard([page.place for _, page in pages_of(beyond)])
@@ -186,7 +187,11 @@ class Keeper:
         self._claims_end_seconds = math.inf
         for session in list(self.unclaimed.values()):
             self._claims_end(session)
-        self._placement.release_held()
+
+    def release_held(self, namespace_digest: bytes) -> None:
+        """Let a namespace's held warm slots go once every session that may have some has come."""
+        if all(other.namespace_digest != namespace_digest for other in self.unclaimed.values()):
+            self._placement.release_held(namespace_digest)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a dormant or unclaimed session is anything else too."""

@@ -184,10 +184,11 @@ class Placement:
         """Let a held warm slot be a session's page again; say whether it could be."""
         return self.pool(Tier.WARM, session, place.codec).claim(slot_of(place))
 
-    def release_held(self) -> None:
-        """Let the warm slots be used that no engine has claimed."""
+    def release_held(self, namespace_digest: bytes) -> None:
+        """Let the warm slots of a namespace be used that no engine has claimed."""
         for pool in self.pools[Tier.WARM]:
-            pool.release_held()
+            if pool.namespace_digest == namespace_digest:
+                pool.release_held()
 
     def discard(self, places: Sequence[Place]) -> None:
         """Retire the cold slots of pages that are in no index."""

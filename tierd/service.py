@@ -88,6 +88,7 @@ class SessionsService(pb_grpc.SessionsServicer):
         """Open a session for the calling engine."""
         namespace = _known_namespace(request.namespace)
         session = self._store.open_session(_engine_id(), namespace, request.max_tokens)
+        await self._mover.recorded()
         return pb.OpenReply(session=session.number)
 
     async def Get(self, request: Any, context: Any) -> Any:
@@ -124,6 +125,7 @@ class SessionsService(pb_grpc.SessionsServicer):
         session = self._store.resume_session(
             _engine_id(), request.session, _known_namespace(request.namespace), request.max_tokens
         )
+        await self._mover.recorded()
         return pb.ResumeReply(token_ids=session.token_ids, sealed_blocks=session.sealed_blocks)
 
     async def Close(self, request: Any, context: Any) -> Any:
@@ -153,7 +155,7 @@ class SessionsService(pb_grpc.SessionsServicer):
         session = store.adopt_session(
             engine_id, request.session, namespace, request.max_tokens, found
         )
-        self._mover.wake()
+        await self._mover.recorded()
         return pb.AdoptReply(
             warm_pages=session.index.pages_in(Tier.WARM),
             cold_pages=session.index.pages_in(Tier.COLD),

@@ -151,6 +151,7 @@ class Store:
             self.book.add(session)
         session.give(engine_id, max_tokens, self.placement.epochs.now)
         self.traffic.adopt(session, found)
+        self.keeper.release_held(session.namespace_digest)
         self.keeper.record(session)
         self._touch(session)
         return session
@@ -286,7 +287,10 @@ class Store:
         below = {block for block in hot_blocks if block in lent or session.index.layers_of(block)}
         victims = choose_victims(hot_blocks, need_blocks, below, include_first=include_first)
         if not victims:
-            raise InvalidArgument("plan_demotion: none of these blocks can be demoted")
+            again = self.demotions.lent_among(session, hot_blocks)
+            if again is None:
+                raise InvalidArgument("plan_demotion: none of these blocks can be demoted")
+            return again.plan  # the engine asks anew: the reply was lost on its way
         chosen: dict[int, list[Place]] = {}
         for block in victims:
             page_codec = CodecId.RAW if block == 0 else codec or own
