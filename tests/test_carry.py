@@ -145,7 +145,7 @@ def test_an_io_is_as_large_as_it_must_be_and_no_larger(monkeypatch):
 def test_a_damaged_page_parts_its_neighbours_and_is_not_written():
     rig = Rig(disk=CountingDisk())
     _, keys = stored(rig, 2)
-    moves = [rig.store.begin_move(key, Tier.COLD) for key in keys]
+    moves = [rig.store.traffic.begin_move(key, Tier.COLD) for key in keys]
     moves[1].warm[HEADER_BYTES] ^= 1
     batch = Batch(moves, Tier.COLD, rig.store.placement, rig.clock, 1e9)
     batch.carry()

@@ -195,6 +195,12 @@ def test_errors_of_the_daemon_arrive_typed(client: Client, handle: SessionHandle
         handle.commit(plan, np.zeros((2, LAYERS, 16), np.uint8))
 
 
+def test_a_codec_that_cannot_store_the_models_heads_is_refused_by_name(client: Client) -> None:
+    geometry = Geometry(LAYERS, kv_heads=1, head_dim=80, dtype=DType.FLOAT32, block_tokens=16)
+    with pytest.raises(InvalidArgument, match=r"int4 .*head_dim is 80"):
+        client.open_session(Namespace(geometry, "weights", CodecId.INT4), MAX_TOKENS)
+
+
 def test_numbers_that_fit_no_field_are_refused(client: Client, handle: SessionHandle) -> None:
     for attempt in (
         lambda: client.open_session(INT8, -1),

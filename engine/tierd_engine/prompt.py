@@ -84,10 +84,7 @@ def follow(token_ids: list[int], followup: list[int]) -> list[int]:
 
 def template_ids(tokenizer: Any, text: str) -> list[int]:
     """Return the token ids of a chat template's own text, control tokens among them."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=False)[
-        "input_ids"
-    ]
-    return ids
+    return _tokenise(tokenizer, text, split_special_tokens=False)
 
 
 def plain_ids(tokenizer: Any, text: str) -> list[int]:
@@ -98,11 +95,15 @@ def plain_ids(tokenizer: Any, text: str) -> list[int]:
     tokenizer cannot but read as a control token.
     """
     controls = _control_tokens(tokenizer)
-    ids = _split_ids(tokenizer, text)
+    ids = _tokenise(tokenizer, text, split_special_tokens=True)
     if controls.keys().isdisjoint(ids):
         return ids
     # The tokenizer does not call these special, the template uses them as such.
-    ids = [token for piece in _cut_inside(text, controls) for token in _split_ids(tokenizer, piece)]
+    ids = [
+        token
+        for piece in _cut_inside(text, controls)
+        for token in _tokenise(tokenizer, piece, split_special_tokens=True)
+    ]
     for token in ids:
         if token in controls:
             raise InvalidArgument(
@@ -112,11 +113,14 @@ def plain_ids(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def _split_ids(tokenizer: Any, text: str) -> list[int]:
+def _tokenise(tokenizer: Any, text: str, *, split_special_tokens: bool) -> list[int]:
     with reading("the text cannot be tokenised"):
         text.encode()  # a lone surrogate: said plainly here, a TypeError in tokenizers
         ids: list[int] = tokenizer(
-            text, add_special_tokens=False, split_special_tokens=True, verbose=False
+            text,
+            add_special_tokens=False,
+            split_special_tokens=split_special_tokens,
+            verbose=False,
         )["input_ids"]
     return ids
 

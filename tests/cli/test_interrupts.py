@@ -1,5 +1,6 @@
 """Ctrl-C, SIGTERM and SIGHUP: the same line and 128 + n, whenever they come."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -111,6 +112,32 @@ def test_outside_of_the_main_thread_nothing_is_watched() -> None:
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join(10.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_daemon_that_still_starts_ends_cleanly(
+    tierd: Any, world: Any, monkeypatch: pytest.MonkeyPatch, number: int, tmp_path: Path
+) -> None:
+    ended = []
+
+    class Starting:
+        def __init__(self, config: object) -> None:
+            self.drain = ended.append
+
+        async def __aenter__(self) -> None:
+            os.kill(os.getpid(), number)
+            try:
+                await asyncio.sleep(60.0)
+            finally:
+                ended.append("what was made is taken down")
+
+        async def __aexit__(self, *error: object) -> None:
+            raise AssertionError("it never started")
+
+    monkeypatch.setattr(sys.modules["tierd.daemon"], "Daemon", Starting, raising=False)
+    outcome = tierd("serve", "--cold-dir", str(tmp_path))
+    assert (outcome.code, outcome.err) == (0, "")
+    assert ended == ["what was made is taken down"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

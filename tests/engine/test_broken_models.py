@@ -133,6 +133,7 @@ BROKEN: dict[str, Damage] = {
     "tokenizer-empty": write("tokenizer.json", b""),
     "tokenizer-odd": write("tokenizer.json", b'{"model": {"type": "Nope"}}'),
     "tokenizer-config-cut": write("tokenizer_config.json", b"{"),
+    "tokenizer-length-text": change("tokenizer_config.json", model_max_length="x"),
     "template-syntax": write("chat_template.jinja", b"{% for %}"),
     "template-undefined": write("chat_template.jinja", b"{{ nothing.at.all }}"),
     "template-raises": write("chat_template.jinja", b"{{ raise_exception('no') }}"),

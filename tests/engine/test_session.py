@@ -179,8 +179,9 @@ def test_int8_tiers_stay_close_to_the_own_cache(mode: PlanMode) -> None:
     assert 0.0 < float((close - logits[0]).abs().max()) < 0.1
 
 
-def test_a_page_that_int8_cannot_encode_goes_down_raw() -> None:
-    rig = Rig(codec=CodecId.INT8)
+@pytest.mark.parametrize("codec", [CodecId.INT8, CodecId.K8V4, CodecId.INT4, CodecId.FP8])
+def test_a_page_that_its_codec_cannot_encode_goes_down_raw(codec: CodecId) -> None:
+    rig = Rig(codec=codec, seed=9)  # head_dim 32
     rig.generator.feed(rig.prompt[:40])
     slot = rig.kv.slot_of(1)
     rig.kv.arena.values[slot, 1, 0, 3, 0] = 1e6  # finite, but out of float16's range

@@ -20,6 +20,7 @@ from tierd.cli import (
     demo,
     doctor,
     exits,
+    fsck,
     generate,
     hint,
     interrupts,
@@ -54,6 +55,7 @@ _VERBS: dict[str, Callable[..., None]] = {
     "sessions": sessions.sessions,
     "hint": hint.hint,
     "doctor": doctor.doctor,
+    "fsck": fsck.fsck,
 }
 
 

@@ -73,11 +73,6 @@ def exit_code() -> int | None:
     return None if _watch.signum is None else 128 + _watch.signum
 
 
-def heeded() -> None:
-    """Forget a signal: what it asked for was done."""
-    _watch.signum = None
-
-
 def check() -> None:
     """Raise KeyboardInterrupt if a signal came: it may have been swallowed."""
     if _watch.signum is not None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -66,10 +67,7 @@ def serve(
     from tierd.config import load_config
     from tierd.daemon import Daemon
 
-    # To be told to end is how a daemon ends, also while it starts.
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(Daemon(load_config(config, overrides=given))))
-    interrupts.heeded()
+    asyncio.run(_serve(Daemon(load_config(config, overrides=given))))
 
 
 def _make_usual_folder() -> None:
@@ -86,8 +84,21 @@ def _make_usual_folder() -> None:
 
 
 async def _serve(daemon: Any) -> None:
-    async with daemon:
-        # SIGTERM and SIGINT are the daemon's own; a closed terminal ends it the same way.
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, daemon.drain)
-        await daemon.serve_forever()
+    """Run a daemon until it is told to end: that is how it ends, also while it starts.
+
+    Nothing is raised amid the loop's own work: a signal cancels the start, then drains.
+    """
+    starting = asyncio.current_task()
+    assert starting is not None, "a coroutine runs in a task"
+    _on_signals(starting.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        async with daemon:
+            _on_signals(daemon.drain)
+            await daemon.serve_forever()
+
+
+def _on_signals(end: Callable[[], object]) -> None:
+    loop = asyncio.get_running_loop()
+    for number in interrupts.SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, end)

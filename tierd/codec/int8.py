@@ -8,63 +8,32 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from numba import njit
 
 from tierd.codec import vector as v
-from tierd.codec.elements import Target, inner, store
-from tierd.codec.intrinsics import as_array
-from tierd.codec.layout import PageLayout
+from tierd.codec.elements import inner, store
 from tierd.codec.tiles import (
     ROUND,
     choose_scales,
     code_keys,
-    decode_batch,
-    encode_batch,
+    codec_of,
     item_bytes,
     load_scales,
     prefetch_row,
     read_values,
     transpose_codes,
     untranspose_codes,
-    zero_gaps,
 )
-
-IntArray = npt.NDArray[np.int64]
 
 _CODES = np.float32(255)
 
 
-def encode_pages(
-    source: IntArray, destination: IntArray, layout: PageLayout, threads: int | None = None
-) -> npt.NDArray[np.uint8]:
-    """Encode hot pages; see `tiles.encode_batch`."""
-    return encode_batch(_encode_span, source, destination, layout, threads)
-
-
-def decode_pages(
-    source: IntArray, layout: PageLayout, target: Target, threads: int | None = None
-) -> None:
-    """Decode payloads at [pages] addresses into `target`, one after the other."""
-    decode_batch(_decode_span, source, layout, target, threads)
-
-
-@njit(nogil=True)
-def _encode_span(
-    source: Any, target: Any, flags: Any, first: Any, end: Any, s: Any, w: Any
-) -> None:
-    sources, targets = as_array(source, end, np.int64), as_array(target, end, np.int64)
-    found = as_array(flags, end, np.uint8)
-    for task in range(first, end):
-        page, head = task // s.heads, task % s.heads
-        hot = sources[page] + head * s.hot_head_bytes
-        out = targets[page] + head * s.head_bytes
-        bits = 0
-        for group in range(s.tokens // s.group):
-            bits |= encode_keys(hot, out, group, s, w)
-            bits |= _encode_values(hot, out, group, s, w)
-        zero_gaps(out, s)
-        found[task] = bits
+@inner
+def _encode_head(hot: Any, out: Any, s: Any, w: Any) -> Any:
+    bits = 0
+    for group in range(s.tokens // s.group):
+        bits |= encode_keys(hot, out, group, s, w)
+        bits |= _encode_values(hot, out, group, s, w)
+    return bits
 
 
 @inner
@@ -104,20 +73,12 @@ def store_value_codes(out: Any, s: Any, w: Any) -> None:
             v.copy_bytes(out + t * s.d, w.codes + t * s.padded, s.d)
 
 
-@njit(nogil=True)
-def _decode_span(source: Any, first: Any, end: Any, s: Any, target: Any, w: Any) -> None:
-    sources = as_array(source, end, np.int64)
-    row_bytes = s.d * item_bytes(target.kind)
-    for task in range(first, end):
-        page, head = task // s.heads, task % s.heads
-        payload = sources[page] + head * s.head_bytes
-        row = (target.start_token + page * s.tokens) * row_bytes
-        keys = target.keys + head * target.keys_head_bytes + row
-        values = target.values + head * target.values_head_bytes + row
-        for group in range(s.tokens // s.group):
-            done = group * s.group * row_bytes
-            decode_keys(payload, keys + done, group, s, target.kind, w)
-            _decode_values(payload, values + done, group, s, target.kind, w)
+@inner
+def _decode_head(payload: Any, keys: Any, values: Any, s: Any, kind: Any, w: Any) -> None:
+    group_bytes = s.group * s.d * item_bytes(kind)
+    for group in range(s.tokens // s.group):
+        decode_keys(payload, keys + group * group_bytes, group, s, kind, w)
+        _decode_values(payload, values + group * group_bytes, group, s, kind, w)
 
 
 @inner
@@ -158,3 +119,6 @@ def _decode_values(payload: Any, out: Any, group: Any, s: Any, kind: Any, w: Any
                 code = w.spare
             x = v.add(zero, v.mul(scale, v.load_u8(code)))
             store(out + t * row_bytes, c, s.d, x, kind, w.spare)
+
+
+encode_pages, decode_pages = codec_of(_encode_head, _decode_head)

@@ -10,10 +10,12 @@ element is a branch outside the arithmetic. Importing this imports Numba.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numba import njit
 
 from tierd.codec import vector as v
 from tierd.codec.elements import (
@@ -25,6 +27,7 @@ from tierd.codec.elements import (
     load,
     store_all,
 )
+from tierd.codec.intrinsics import as_array
 from tierd.codec.layout import TILE_LANES, PageLayout
 from tierd.codec.reference import (
     HALF_MAX,
@@ -37,7 +40,7 @@ from tierd.codec.workers import run_spans
 from tierd.units import CACHE_LINE_BYTES, round_up
 
 IntArray = npt.NDArray[np.int64]
-Kernel = Callable[..., None]
+Kernel = Callable[..., Any]
 
 ZERO = np.float32(0)
 NORMAL_MIN = np.float32(2.0**-126)
@@ -98,8 +101,53 @@ class Scratch(NamedTuple):
     highs: int
 
 
-def encode_batch(
-    kernel: Kernel, source: IntArray, destination: IntArray, layout: PageLayout, threads: int | None
+class Codec(NamedTuple):
+    """What a codec's module offers: see `registry`."""
+
+    encode_pages: Callable[..., npt.NDArray[np.uint8]]
+    decode_pages: Callable[..., None]
+
+
+def codec_of(encode_head: Kernel, decode_head: Kernel) -> Codec:
+    """Make a codec of two compiled functions, which do one KV head of one page.
+
+    encode_head(hot, out, shape, scratch) writes every part and returns flags;
+    decode_head(payload, keys, values, shape, kind, scratch) writes all tokens' rows.
+    """
+
+    @njit(nogil=True)
+    def encode_span(
+        source: Any, target: Any, flags: Any, first: Any, end: Any, s: Any, w: Any
+    ) -> None:
+        sources, targets = as_array(source, end, np.int64), as_array(target, end, np.int64)
+        found = as_array(flags, end, np.uint8)
+        for task in range(first, end):
+            page, head = task // s.heads, task % s.heads
+            out = targets[page] + head * s.head_bytes
+            found[task] = encode_head(sources[page] + head * s.hot_head_bytes, out, s, w)
+            _zero_gaps(out, s)
+
+    @njit(nogil=True)
+    def decode_span(source: Any, first: Any, end: Any, s: Any, target: Any, w: Any) -> None:
+        sources = as_array(source, end, np.int64)
+        row_bytes = s.d * item_bytes(target.kind)
+        for task in range(first, end):
+            page, head = task // s.heads, task % s.heads
+            row = (target.start_token + page * s.tokens) * row_bytes
+            keys = target.keys + head * target.keys_head_bytes + row
+            values = target.values + head * target.values_head_bytes + row
+            payload = sources[page] + head * s.head_bytes
+            decode_head(payload, keys, values, s, target.kind, w)
+
+    return Codec(partial(_encode_batch, encode_span), partial(_decode_batch, decode_span))
+
+
+def _encode_batch(
+    kernel: Kernel,
+    source: IntArray,
+    destination: IntArray,
+    layout: PageLayout,
+    threads: int | None = None,
 ) -> npt.NDArray[np.uint8]:
     """Run `kernel` over hot pages at [pages] addresses; payloads go to [pages] addresses.
 
@@ -121,8 +169,12 @@ def encode_batch(
     return _STATUS_OF_FLAGS[pages]
 
 
-def decode_batch(
-    kernel: Kernel, source: IntArray, layout: PageLayout, target: Target, threads: int | None
+def _decode_batch(
+    kernel: Kernel,
+    source: IntArray,
+    layout: PageLayout,
+    target: Target,
+    threads: int | None = None,
 ) -> None:
     """Run `kernel` over payloads at [pages] addresses, into `target`, one after the other."""
     shape = _shape(layout)
@@ -369,7 +421,7 @@ def store_key_error(out: Any, s: Any, w: Any) -> None:
 
 
 @inner
-def zero_gaps(out: Any, s: Any) -> None:
+def _zero_gaps(out: Any, s: Any) -> None:
     """Zero a head's bytes that belong to no part."""
     for i in range(len(s.starts)):
         v.zero_bytes(out + s.starts[i] + s.used[i], -s.used[i] % CACHE_LINE_BYTES)

@@ -15,9 +15,8 @@ Invariants:
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tierd.disk import journal as journals
@@ -100,14 +99,16 @@ class Ledger:
         new_uuid: Callable[[], bytes],
         clock: Clock,
         segment_bytes: int = journals.SEGMENT_BYTES,
+        strict: bool = True,
     ) -> Ledger:
         """Recover what the disk holds, or begin a new store; `recovery` says what was found.
 
         `new_uuid` makes the 16 bytes of a new store's name. `segment_bytes`: a
-        multiple of 4 KiB, at least 64 KiB. Raises StorageError (no superblock
-        that can be trusted beside data; a disk that fails), StorageFull.
+        multiple of 4 KiB, at least 64 KiB. `strict`: refuse what is sound and
+        not understood. Raises StorageError (no superblock that can be trusted
+        beside data; a disk that fails), StorageFull.
         """
-        found = recover(disk, new_uuid=new_uuid, clock=clock)
+        found = recover(disk, new_uuid=new_uuid, clock=clock, strict=strict)
         if found.fresh:
             # The store's name is durable before anything else bears it.
             write_superblock(disk, Superblock(found.store_uuid, 1, found.next_slab, 0))
@@ -396,22 +397,27 @@ def pack_payloads(records: Sequence[Record], payload_bytes: int) -> list[bytes]:
     payloads: list[bytes] = []
     batch: list[Record] = []
     batch_bytes = 0
-    for record in records:
+    for record in join_rows(records, payload_bytes // 2):
         size_bytes = record_bytes(record)
         if batch and batch_bytes + size_bytes > payload_bytes:
-            payloads.append(pack_records(join_rows(batch)))
+            payloads.append(pack_records(batch))
             batch, batch_bytes = [], 0
         batch.append(record)
         batch_bytes += size_bytes
-    return [*payloads, pack_records(join_rows(batch))]
+    return [*payloads, pack_records(batch)]
 
 
-def join_rows(records: Sequence[Record]) -> list[Record]:
-    """Return records with each run of commits as one."""
-    joined: list[Record] = []
-    for is_commit, run in itertools.groupby(records, lambda record: record[0] == Kind.COMMIT):
-        if is_commit:
-            joined.append([Kind.COMMIT, b"".join(record[1] for record in run)])
-        else:
-            joined.extend(run)
-    return joined
+def join_rows(records: Sequence[Record], most_bytes: int) -> Iterator[Record]:
+    """Yield records, runs of commits as commits of at most `most_bytes` of rows."""
+    run: list[bytes] = []
+    run_bytes = 0
+    for record in [*records, None]:
+        rows = record[1] if record is not None and record[0] == Kind.COMMIT else b""
+        if run and (not rows or run_bytes + len(rows) > most_bytes):
+            yield [Kind.COMMIT, b"".join(run)]
+            run, run_bytes = [], 0
+        if rows:
+            run.append(rows)
+            run_bytes += len(rows)
+        elif record is not None:
+            yield record

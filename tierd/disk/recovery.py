@@ -97,9 +97,16 @@ class _Step:
     size_bytes: int
 
 
-def recover(disk: DiskPort, *, new_uuid: Callable[[], bytes], clock: Clock) -> Recovered:
-    """Look at all that stands on a disk. Raises StorageError (see `find_superblock`)."""
-    return _Recovery(disk, clock).run(new_uuid)
+def recover(
+    disk: DiskPort, *, new_uuid: Callable[[], bytes], clock: Clock, strict: bool = True
+) -> Recovered:
+    """Look at all that stands on a disk.
+
+    Raises StorageError: see `find_superblock`; and when `strict` for a frame
+    that is sound and cannot be understood, which a later version must have
+    written (otherwise the journal ends before it, and it counts as damage).
+    """
+    return _Recovery(disk, clock, strict).run(new_uuid)
 
 
 def find_superblock(disk: DiskPort, report: RecoveryReport) -> superblock.Superblock | None:
@@ -129,8 +136,8 @@ def find_superblock(disk: DiskPort, report: RecoveryReport) -> superblock.Superb
 class _Recovery:
     """One run; its parts share the report."""
 
-    def __init__(self, disk: DiskPort, clock: Clock) -> None:
-        self.disk, self.clock = disk, clock
+    def __init__(self, disk: DiskPort, clock: Clock, strict: bool) -> None:
+        self.disk, self.clock, self.strict = disk, clock, strict
         self.report = RecoveryReport()
         self.superblock = superblock.Superblock(b"", 0, 1, 0)
         self.fresh = False
@@ -357,7 +364,10 @@ class _Recovery:
             for record in records:
                 self.report.records += self.image.apply(record)
         except StorageError as error:
-            self._damaged(name, f"frame {frame.sequence}: {error}")
+            reason = f"frame {frame.sequence} is sound and not understood: {error}"
+            if self.strict:
+                raise StorageError(f"{name}: {reason}; was it a later version of tierd?") from error
+            self._damaged(name, reason)
             return False
         self._advance(frame)
         self.report.frames += 1

@@ -28,13 +28,16 @@ from tierd.disk.image import Image, SessionPages
 from tierd.disk.ports import DiskPort
 from tierd.disk.records import (
     PAGE_ROW,
+    WORD_MAX,
     Record,
     Rows,
+    integer,
     page_keys,
     session_items,
     session_of,
     slab_items,
     slab_of,
+    text,
 )
 from tierd.disk.superblock import TEMPORARY
 from tierd.errors import StorageError
@@ -293,7 +296,8 @@ def _fill(image: Image, parts: dict[str, memoryview], sections: dict[str, Sectio
     for item in _items(parts, sections, "bad_slots"):
         if len(item) != 3:
             raise StorageError("snapshot: a bad slot of no known form")
-        image.quarantine(*item)
+        slab, slot, reason = item
+        image.quarantine(integer(slab, WORD_MAX), integer(slot, WORD_MAX), text(reason))
 
 
 def _items(

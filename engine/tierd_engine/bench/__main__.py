@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from tierd.errors import TierdError
 
@@ -47,7 +48,17 @@ def _parser() -> argparse.ArgumentParser:
     prefill.set_defaults(run=_prefill)
     kernels = verbs.add_parser("kernels", help="codec and attention kernels against memory")
     kernels.set_defaults(run=_kernels)
-    for verb in (decode, exact, fidelity, prefill):
+    disk = verbs.add_parser("disk", help="spill and cold read beside fio; a restart")
+    disk.add_argument("--folder", type=Path, help="where (default: the system's temporary folder)")
+    disk.add_argument(
+        "--model", nargs="*", choices=("8b", "135m"), help="whose pages (default: both)"
+    )
+    disk.add_argument("--size", default="1GiB", help="bytes a round (default 1GiB)")
+    disk.add_argument("--rounds", type=int, default=5, help="default 5")
+    disk.add_argument("--part", nargs="*", choices=("speed", "restart"), help="default: both")
+    disk.add_argument("--pages", type=int, default=1_000_000, help="of the restart; default 10^6")
+    disk.set_defaults(run=_disk)
+    for verb in (decode, exact, fidelity, prefill, disk):
         verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 
@@ -103,6 +114,32 @@ def _prefill(options: argparse.Namespace) -> int:
     else:
         print_prefill(row)
     return 0 if row.holds else 1
+
+
+def _disk(options: argparse.Namespace) -> int:
+    from tierd.units import parse_size
+    from tierd_engine.bench.disk import GEOMETRIES, bench_disk, disk_to_dict, print_disk
+    from tierd_engine.bench.restart import bench_restart, print_restart, restart_to_dict
+
+    parts = options.part or ("speed", "restart")
+    printed: dict[str, object] = {}
+    holds = []
+    if "speed" in parts:
+        models = options.model or list(GEOMETRIES)
+        rows = bench_disk(options.folder, models, parse_size(options.size), options.rounds)
+        printed |= disk_to_dict(rows)
+        holds += [row.holds for row in rows]
+        if not options.json:
+            print_disk(rows)
+    if "restart" in parts:
+        restart = bench_restart(options.folder, options.pages, options.rounds)
+        printed |= restart_to_dict(restart)
+        holds.append(restart.holds)
+        if not options.json:
+            print_restart(restart)
+    if options.json:
+        print(json.dumps(printed))
+    return 0 if all(holds) else 1
 
 
 def _kernels(options: argparse.Namespace) -> int:

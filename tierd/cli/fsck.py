@@ -1,0 +1,77 @@
+"""`tierd fsck`: check a cold folder that no daemon has open, and mend its index."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tierd.cli import checks, exits, options
+from tierd.cli.streams import writing
+from tierd.cli.terminal import print_json, print_table, versioned
+from tierd.errors import NotFound
+
+if TYPE_CHECKING:
+    from tierd.disk.fsck import FsckReport
+
+Folder = Annotated[str, typer.Argument(metavar="FOLDER", help="The cold folder of a daemon.")]
+Rebuild = Annotated[
+    bool,
+    typer.Option(
+        "--rebuild",
+        help="Drop what is damaged and write the index anew. A page that no record names is "
+        "not taken up.",
+    ),
+]
+LINES_MAX = 20  # of each kind of finding; --json has all of them
+
+
+def fsck(folder: Folder, rebuild: Rebuild = False, as_json: options.AsJson = False) -> None:
+    """Check every record and every page of a cold folder. Exit 0: clean, 1: damage was found."""
+    from tierd.clock import SystemClock
+    from tierd.disk import fsck as fscks
+    from tierd.disk.posix import PosixDisk
+
+    checks.named("FOLDER", folder)
+    place = Path(folder).expanduser()
+    if not any((place / name).exists() for name in ("superblock", "journal")):
+        raise NotFound(f"{folder}: there is no store here")
+    with PosixDisk(str(place), ephemeral=False) as disk:
+        report = (fscks.rebuild if rebuild else fscks.check)(disk, SystemClock())
+    if as_json:
+        print_json(versioned(clean=report.clean, **asdict(report)))
+    else:
+        _show(report)
+    if not report.clean:
+        raise typer.Exit(exits.FAILED)
+
+
+def _show(report: FsckReport) -> None:
+    rows = [
+        ("store", report.store_uuid or "-"),
+        ("sessions", f"{report.sessions:,d}"),
+        ("slabs", f"{report.slabs:,d}"),
+        ("pages checked", f"{report.pages_checked:,d}"),
+        ("pages damaged", f"{len(report.pages):,d}"),
+        ("slots that no record names", f"{report.unnamed:,d}"),
+        ("index", "written anew" if report.rebuilt else "unchanged"),
+    ]
+    print_table("Store", ["", ""], rows, text_columns=2)
+    with writing() as out:
+        for lines in _findings(report):
+            for line in lines[:LINES_MAX]:
+                print(line, file=out)
+            if len(lines) > LINES_MAX:
+                print(f"... and {len(lines) - LINES_MAX:,d} more", file=out)
+        print("clean" if report.clean else "damage was found", file=out)
+
+
+def _findings(report: FsckReport) -> list[list[str]]:
+    pages = [
+        f"page: session {page.session:016x} {page.reason} (slab {page.slab}, slot {page.slot})"
+        for page in report.pages
+    ]
+    lost = [f"lost: session {number:016x} from token {token:,d}" for number, token in report.lost]
+    return [report.damage, pages, lost, [f"note: {note}" for note in report.notes]]
