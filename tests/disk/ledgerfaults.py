@@ -36,8 +36,20 @@ class FaultRun:
         self.lies = any(kind in LIES for kind in (*(f.kind for f in faults), *(rates or {})))
         self.refused: Counter[str] = Counter()
         self.operations: Counter[str] = Counter()
+        self.struck = 0  # faults that an operation met
         self.disk._watch = lambda operation, _name: self.operations.update([operation])
+        self._count_faults()
         self.rig: Rig | None = None
+
+    def _count_faults(self) -> None:
+        strike = self.disk.plan.strike
+
+        def counting(operation: str, name: str) -> Fault | None:
+            fault = strike(operation, name)
+            self.struck += fault is not None
+            return fault
+
+        self.disk.plan.strike = counting  # type: ignore[method-assign]
 
     def run(self) -> None:
         """Raise AssertionError, naming the seed, if anything is wrong or acknowledged and lost."""

@@ -112,7 +112,6 @@ class Rig:
         self.used_ids: set[int] = set()
         self.numbers = 0
         self.generations: dict[tuple[int, int], int] = {}
-        self.handles: dict[int, int] = {}
         self.doomed: list[int] = []  # slabs whose record is dropped, their file not yet
         self.ledger: Ledger | None = None
         self.ledger = open_ledger(disk)
@@ -173,7 +172,7 @@ class Rig:
 
     def adopt(self, disk: DiskPort) -> None:
         """Go on with the disk that a crash left."""
-        self.disk, self.handles, self.doomed = disk, {}, []
+        self.disk, self.doomed = disk, []
         files = slab_files(disk)
         # Opening makes what it found durable, or fails; before, it may be any of the states.
         self.ledger = open_ledger(disk)
@@ -181,9 +180,6 @@ class Rig:
         self.check_found(found, files)
         self.states = [found]
         self.history.append(found)
-        for slab in self.now.slabs:
-            self.handles[slab] = disk.open(f"slab/{slab:08x}")
-        self.doomed = []
         self.generations = {(s, slot): g for s, slot, g, _ in self.now.pages.values()}
         for slab in self.now.slabs:
             occupied = self.ledger.occupancy(slab)
@@ -221,7 +217,7 @@ class Rig:
         handle = self.disk.create(f"slab/{slab:08x}", SLOT_BYTES)
         self.disk.sync(handle)
         self.disk.sync_folder("slab")
-        self.handles[slab] = handle
+        self.disk.release(handle)
         record = SlabRecord(slab, NAMESPACE.digest(), SLOT_BYTES, SLOTS)
         self.say(lambda state: state.slabs.update({slab: record}))
         self.led.add_slab(record)
@@ -357,7 +353,7 @@ class Rig:
 
     def _delete_doomed(self) -> None:
         while self.doomed:
-            self.disk.delete(self.handles.pop(self.doomed.pop()))
+            self.disk.remove(f"slab/{self.doomed.pop():08x}")
 
     def snapshot(self) -> None:
         self.led.snapshot()
@@ -368,6 +364,4 @@ class Rig:
         """Close and open again."""
         self.led.close()
         self.states = self.states[-1:]
-        for handle in self.handles.values():
-            self.disk.release(handle)
         self.adopt(self.disk)

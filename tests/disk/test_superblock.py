@@ -19,7 +19,7 @@ from tierd.disk.superblock import (
     write_superblock,
 )
 from tierd.errors import NotFound, StorageError
-from tierd.testing import SimulatedDisk, crash_choices, failing
+from tierd.testing import Fault, FaultKind, SimulatedDisk, crash_choices, failing
 from tierd.units import SECTOR_BYTES
 
 U64 = st.integers(0, 2**64 - 1)
@@ -141,7 +141,15 @@ def test_a_copy_that_cannot_be_read_is_tried_again_and_then_missing() -> None:
     assert read_copies(disk) == [ONE, None, ONE, ONE]
 
 
-def test_a_failed_update_is_an_error() -> None:
-    disk = MemoryDisk(fail=failing(StorageError("I/O"), range(2, 9), operations=("sync",)))
-    with pytest.raises(StorageError):
-        write_superblock(disk, ONE)
+@pytest.mark.parametrize("kind", [FaultKind.IO_ERROR, FaultKind.SYNC_DROPS])
+def test_an_update_whose_sync_fails_leaves_the_old_one_however_often(kind: FaultKind) -> None:
+    disk = SimulatedDisk(1)
+    write_superblock(disk, ONE)
+    for _ in range(3):
+        disk.plan.add(Fault(kind, "sync"))
+        with pytest.raises(StorageError):
+            write_superblock(disk, TWO)
+        for after in (disk, *(disk.crash(torn=True) for _ in range(20))):
+            assert read_copies(after) == [ONE] * 4
+    write_superblock(disk, TWO)
+    assert read_copies(disk.crash([])) == [TWO] * 4

@@ -150,3 +150,12 @@ def test_a_context_past_the_trained_length_is_refused_with_the_way_out() -> None
     check_length(SHAPE, 8064, 128)
     with pytest.raises(InvalidArgument, match=r"8192.*--rope-scaling"):
         check_length(SHAPE, 8065, 128)
+
+
+def test_a_codec_that_cannot_store_the_models_heads_is_refused_before_any_weights() -> None:
+    with pytest.raises(InvalidArgument, match=r"k8v4 .*head_dim is 80"):
+        size_tiers(
+            ModelShape(30, 32, 32, 80, 2048, ""), DType.FLOAT32, CodecId.K8V4,
+            context_tokens=1024, max_new_tokens=128, hot="25%", warm="25%", block_tokens=None,
+            kept=False,
+        )  # fmt: skip

@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -389,7 +390,9 @@ class Ledger:
         if self._records > SNAPSHOT_RECORDS // 10:
             self.snapshot()
         # A newer epoch that says which ids were not used: only a crash burns what it reserved.
-        self._reserve(self.epoch + 1, self._next_slab)
+        # All that was said is durable without it.
+        with contextlib.suppress(StorageError):
+            self._reserve(self.epoch + 1, self._next_slab)
 
 
 def pack_payloads(records: Sequence[Record], payload_bytes: int) -> list[bytes]:

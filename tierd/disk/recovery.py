@@ -128,7 +128,7 @@ def find_superblock(disk: DiskPort, report: RecoveryReport) -> superblock.Superb
     if chosen is not None:
         bad = [str(number) for number, copy in enumerate(copies) if copy is None]
         if bad:
-            # As an update that a crash cut short leaves them; the next update mends them.
+            # Two that agree are enough, and this start's update mends the others.
             report.repaired.append(f"superblock: copies {', '.join(bad)} of 0 to 3")
     return chosen
 

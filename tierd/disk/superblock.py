@@ -2,8 +2,8 @@
 
 Four copies of one sector, 64 KiB apart. Each: magic "TIERDSUP", u32 version,
 u32 zero, store uuid (16), u64 epoch, u64 slab limit, u64 durable sequence,
-zeros to 4088, u64 xxh3-64 of all before. Written in two pairs with a sync between, so that a torn
-update leaves two copies that agree, on the old epoch or on the new.
+zeros to 4088, u64 xxh3-64 of all before. An update is a new file, synced and
+renamed over the old one: the copies are against what happens to a disk later.
 
 Invariants:
   the epoch rises by one or more at each write
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import xxhash
 
 from tierd.disk.ports import DiskPort
-from tierd.errors import NotFound, StorageError
+from tierd.errors import StorageError
 from tierd.units import KIB, SECTOR_BYTES
 
 NAME = "superblock"
@@ -99,38 +99,22 @@ def _read_copy(disk: DiskPort, handle: int, offset: int, size_bytes: int) -> Sup
 
 
 def write_superblock(disk: DiskPort, superblock: Superblock) -> None:
-    """Make a newer superblock durable. Raises StorageFull, StorageError.
+    """Make a newer superblock durable, in a new file. Raises StorageFull, StorageError.
 
-    A file that is not there, or was cut, is replaced whole.
+    Not in place: after a failed sync nobody knows which copies are on the disk,
+    and the next update could leave no two that agree.
     """
-    try:
-        handle = disk.open(NAME)
-    except NotFound:
-        return _make(disk, superblock)
-    try:
-        whole = disk.size_bytes(handle) == SUPERBLOCK_BYTES
-        if whole:
-            _write_copies(disk, handle, superblock)
-    finally:
-        disk.release(handle)
-    return None if whole else _make(disk, superblock)
-
-
-def _make(disk: DiskPort, superblock: Superblock) -> None:
     disk.remove(NAME + TEMPORARY)
     handle = disk.create(NAME + TEMPORARY, SUPERBLOCK_BYTES)
     try:
-        _write_copies(disk, handle, superblock)
-    finally:
-        disk.release(handle)
-    disk.rename(NAME + TEMPORARY, NAME)
-    disk.sync_folder("")
-
-
-def _write_copies(disk: DiskPort, handle: int, superblock: Superblock) -> None:
-    sector = memoryview(mmap.mmap(-1, SECTOR_BYTES))
-    sector[:] = superblock.pack()
-    for pair in ((0, 1), (2, 3)):
-        for copy in pair:
+        sector = memoryview(mmap.mmap(-1, SECTOR_BYTES))
+        sector[:] = superblock.pack()
+        for copy in range(COPIES):
             disk.write(handle, copy * COPY_STRIDE_BYTES, [sector])
         disk.sync(handle)
+    except StorageError:
+        disk.delete(handle)
+        raise
+    disk.release(handle)
+    disk.rename(NAME + TEMPORARY, NAME)
+    disk.sync_folder("")

@@ -8,6 +8,7 @@ Invariants:
   a slab that takes no more has no free slot: what would be free is bad
   no slot below a slab's `first_free` is free
   each slab with a free slot is in `roomy`, lowest first; one without may still be
+  `counts` are the slots of all slabs by state
   a generation never falls, and rises at each reserve
   the slabs of all pools of a tier together are the budget's used bytes
 """
@@ -238,8 +239,8 @@ class SlabPool:
         self._backing = backing
         self._ids = ids
         self._slabs: dict[int, _Slab] = {}
-        self._free_count = 0
         self._held: set[int] = set()  # slabs of an earlier run whose engines may still come
+        self._counts = [0] * _STATES
         self._roomy: list[int] = []  # a heap of slab ids
 
     # -- what there is --------------------------------------------------------
@@ -250,7 +251,7 @@ class SlabPool:
 
     def capacity_slots(self) -> int:
         """Return the slots of the slabs that are there."""
-        return sum(len(slab.states) for slab in self._slabs.values())
+        return sum(self._counts)
 
     def capacity_bytes(self) -> int:
         """Return the bytes of the slabs that are there."""
@@ -258,14 +259,15 @@ class SlabPool:
 
     def available_slots(self) -> int:
         """Return how many slots `reserve` could hand out: free ones and ones to be added."""
-        return self._free_count + self._budget.remaining_bytes // self.slot_bytes
+        return self._counts[FREE] + self._budget.remaining_bytes // self.slot_bytes
 
     def counts(self) -> SlotCounts:
         """Return the slots by state."""
-        totals = np.zeros(_STATES, dtype=np.int64)
-        for slab in self._slabs.values():
-            totals += np.bincount(slab.states, minlength=_STATES)
-        return SlotCounts(*(int(total) for total in totals))
+        return SlotCounts(*self._counts)
+
+    def _count(self, before: int, after: int, slots: int = 1) -> None:
+        self._counts[before] -= slots
+        self._counts[after] += slots
 
     # -- life cycle -----------------------------------------------------------
 
@@ -277,7 +279,7 @@ class SlabPool:
         """
         if count <= 0 or self.available_slots() < count:
             return []
-        while self._free_count < count:
+        while self._counts[FREE] < count:
             self._add_slab()
         taken: list[SlotRef] = []
         while len(taken) < count:
@@ -293,15 +295,16 @@ class SlabPool:
 
     def _take(self, slab_id: int, slab: _Slab, count: int) -> list[SlotRef]:
         slots = slab.take(count)
-        self._free_count -= len(slots)
+        self._count(FREE, RESERVED, len(slots))
         return [SlotRef(slab_id, int(slot), int(slab.generations[slot])) for slot in slots]
 
-    def _free(self, slab_id: int, slab: _Slab, slot: int) -> None:
+    def _free(self, slab_id: int, slab: _Slab, slot: int, before: int) -> None:
         if not slab.takes:
             slab.states[slot] = BAD
+            self._count(before, BAD)
             return
         slab.free(slot)
-        self._free_count += 1
+        self._count(before, FREE)
         if not slab.is_roomy:
             slab.is_roomy = True
             heapq.heappush(self._roomy, slab_id)
@@ -314,7 +317,7 @@ class SlabPool:
         self._slabs[record.slab] = _Slab(
             np.zeros(slots, np.uint8), np.zeros(slots, np.uint32), free_count=slots
         )
-        self._free_count += slots
+        self._counts[FREE] += slots
         heapq.heappush(self._roomy, record.slab)
 
     def restore(
@@ -341,9 +344,10 @@ class SlabPool:
         slab.states[used] = RESIDENT
         slab.generations[used] = generations
         slab.states[list(bad)] = BAD
-        slab.free_count = int((slab.states == FREE).sum())
+        found = np.bincount(slab.states, minlength=_STATES).tolist()
+        self._counts = [count + more for count, more in zip(self._counts, found, strict=True)]
+        slab.free_count = found[FREE]
         self._slabs[record.slab] = slab
-        self._free_count += slab.free_count
         heapq.heappush(self._roomy, record.slab)
 
     def hold(self, record: SlabRecord, generation_floor: int) -> None:
@@ -364,6 +368,7 @@ class SlabPool:
             return False
         slab.states[slot.slot] = RESIDENT
         slab.generations[slot.slot] = slot.generation
+        self._count(BAD, RESIDENT)
         return True
 
     def release_held(self) -> None:
@@ -372,7 +377,7 @@ class SlabPool:
             slab = self._slabs[slab_id]
             slab.takes = True
             for slot in np.flatnonzero(slab.states == BAD).tolist():
-                self._free(slab_id, slab, slot)
+                self._free(slab_id, slab, slot, BAD)
         self._held.clear()
 
     def close_slab(self, slab_id: int) -> None:
@@ -380,26 +385,29 @@ class SlabPool:
         slab = self._slabs[slab_id]
         slab.takes = False
         slab.states[slab.states == FREE] = BAD
-        self._free_count -= slab.free_count
+        self._count(FREE, BAD, slab.free_count)
         slab.free_count = 0
 
     def condemn(self, slot: SlotRef) -> None:
         """A resident slot's bytes came back wrong: it is never used again, so needs no epoch."""
         self._slab(slot, RESIDENT).states[slot.slot] = BAD
+        self._count(RESIDENT, BAD)
 
     def commit(self, slot: SlotRef) -> None:
         """A reserved slot's page is whole."""
         self._slab(slot, RESERVED).states[slot.slot] = RESIDENT
+        self._count(RESERVED, RESIDENT)
 
     def abort(self, slot: SlotRef) -> None:
         """A reserved slot is not wanted after all."""
-        self._free(slot.slab, self._slab(slot, RESERVED), slot.slot)
+        self._free(slot.slab, self._slab(slot, RESERVED), slot.slot, RESERVED)
 
     def retire(self, slot: SlotRef, epoch: int) -> None:
         """A resident slot's page is unpublished at `epoch`. Epochs must not fall."""
         slab = self._slab(slot, RESIDENT)
         assert not slab.retired or epoch >= slab.retired[-1][0], f"{epoch=} {slab.retired[-1]=}"
         slab.states[slot.slot] = RETIRED
+        self._count(RESIDENT, RETIRED)
         slab.retired.append((epoch, slot.slot))
 
     def _slab(self, slot: SlotRef, state: int) -> _Slab:
@@ -416,7 +424,7 @@ class SlabPool:
         for slab_id, slab in self._slabs.items():
             while slab.retired and slab.retired[0][0] < safe_epoch:
                 _, slot = slab.retired.popleft()
-                self._free(slab_id, slab, slot)
+                self._free(slab_id, slab, slot, RETIRED)
                 freed += 1
         return freed
 
@@ -427,7 +435,7 @@ class SlabPool:
 
     def _release(self, slab_id: int) -> int:
         slots = len(self._slabs.pop(slab_id).states)
-        self._free_count -= slots
+        self._counts[FREE] -= slots
         size_bytes = slots * self.slot_bytes
         self._backing.destroy(slab_id)
         self._budget.give(size_bytes)
@@ -439,9 +447,11 @@ class SlabPool:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot is in exactly one state and counted so."""
+        totals = np.zeros(_STATES, np.int64)
         for slab_id, slab in self._slabs.items():
             counts = np.bincount(slab.states, minlength=_STATES).tolist()
             (free, _, _, retired, _), total = counts, len(slab.states)
+            totals += counts
             assert len(counts) == _STATES and sum(counts) == total, f"{slab_id=} {counts=}"
             assert free == slab.free_count, f"{slab_id=} {free=} {slab.free_count=}"
             assert retired == len(slab.retired), f"{slab_id=} {retired=} {len(slab.retired)=}"
@@ -449,7 +459,6 @@ class SlabPool:
             assert slab.first_free <= first, f"{slab_id=} {first=} {slab.first_free=}"
             assert slab.is_roomy == (slab_id in self._roomy) >= (free > 0), f"{slab_id=} {free=}"
         self._budget.check_integrity()
-        free_in_slabs = sum(slab.free_count for slab in self._slabs.values())
-        assert self._free_count == free_in_slabs, f"{self._free_count=} {free_in_slabs=}"
+        assert self._counts == totals.tolist(), f"{self._counts=} {totals=}"
         used = self._budget.used_bytes
         assert self.capacity_bytes() <= used, f"{self.capacity_bytes()=} {used=}"
