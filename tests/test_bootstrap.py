@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class FakeHost:
                   "client_id": peer.client_id, "store_uuid": b"u" * 16}  # fmt: skip
         return Reply(fields)
 
-    def answer(self, peer: Peer, request: dict[str, Any]) -> Reply:
+    def answer(self, peer: Peer, request: dict[str, Any], fds: Sequence[int]) -> Reply:
         if request.get("slab") == 404:
             raise NotFound("no slab 404")
         fields = {"tier": 3, "slot_bytes": 4096, "slots": 1, "direct": False}

@@ -8,7 +8,7 @@ import errno
 import gc
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class FakeHost:
         }  # fmt: skip
         return Reply(fields, (self.fd,))
 
-    def answer(self, peer: Peer, request: dict[str, Any]) -> Reply:
+    def answer(self, peer: Peer, request: dict[str, Any], fds: Sequence[int]) -> Reply:
         if self.error is not None:
             raise self.error
         fields = {"tier": 2, "slot_bytes": 4096, "slots": 1, "direct": False}

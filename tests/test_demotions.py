@@ -163,7 +163,18 @@ def test_blocks_below_hot_or_on_their_way_are_not_planned_again(rig):
     plan(rig, session, [2])
     assert plan(rig, session, [1, 2, 3]).blocks == [3]
     with pytest.raises(InvalidArgument):
-        plan(rig, session, [1, 2, 3])
+        plan(rig, session, [1])
+
+
+def test_a_plan_whose_reply_was_lost_is_given_again(rig):
+    session = rig.session()
+    lost = plan(rig, session, [1, 2], 2)
+    again = plan(rig, session, [1, 2], 2)
+    assert again is lost
+    commit(rig, session, again)
+    assert rig.store.stats()["tiers"]["warm"]["reserved_slots"] == 0
+    with pytest.raises(InvalidArgument):
+        plan(rig, session, [1, 2], 2)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import os
 import secrets
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -69,8 +69,8 @@ class Host(Protocol):
     def admit(self, peer: Peer) -> Reply:
         """Take a client in. Raises TierdError to turn it away."""
 
-    def answer(self, peer: Peer, request: dict[str, Any]) -> Reply:
-        """Answer one request. Raises TierdError."""
+    def answer(self, peer: Peer, request: dict[str, Any], fds: Sequence[int]) -> Reply:
+        """Answer one request; `fds` are closed after it. Raises TierdError."""
 
     def depart(self, peer: Peer) -> None:
         """A client is gone: free all it held."""
@@ -155,24 +155,25 @@ class BootstrapServer:
             return
         request, fds = received
         connection.pushed = 0  # who asks reads all that came before the answer
-        for fd in fds:  # nothing a client sends is kept yet
-            os.close(fd)
         try:
-            reply = self._reply(connection, request)
+            reply = self._reply(connection, request, fds)
         except TierdError as error:
             reply = Reply({"error": error.reason, "message": str(error)})
         except BaseException:
             self._end(connection)  # a mistake of ours: let the client know now, not in 5 s
             raise
+        finally:
+            for fd in fds:  # who wants one has copied it
+                os.close(fd)
         fields = {**reply.fields, "n": request.get("n", -1)}
         try:
             send_message(connection.sock, fields, reply.fds)
         except TierdError:
             self._end(connection)
 
-    def _reply(self, connection: _Connection, request: dict[str, Any]) -> Reply:
+    def _reply(self, connection: _Connection, request: dict[str, Any], fds: Sequence[int]) -> Reply:
         if connection.peer is not None:
-            return self._host.answer(connection.peer, request)
+            return self._host.answer(connection.peer, request, fds)
         if request.get("op") != "hello" or request.get("kind") not in (ENGINE, TOOL):
             raise InvalidArgument("a client says hello first, as engine or tool")
         if request.get("v") != PROTOCOL_VERSION:

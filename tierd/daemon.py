@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from tierd import __version__
-from tierd.bootstrap import BootstrapServer, Peer, Reply
+from tierd.bootstrap import BootstrapServer
 from tierd.clock import SystemClock
 from tierd.config import DaemonConfig, check_memory
 from tierd.disk.journal import SEGMENT_BYTES
@@ -36,23 +36,19 @@ from tierd.errors import (
     ConfigError,
     DaemonUnavailable,
     DeadlineExceeded,
-    InvalidArgument,
     StorageFull,
     TierdError,
     TierFull,
 )
+from tierd.host import Host, rpc_target
 from tierd.lanes import ThreadLanes
 from tierd.logs import new_log
-from tierd.memory.epochs import EPOCH_PAGE_BYTES, QUIESCENT
-from tierd.memory.memfd import Mapping, create_memfd
 from tierd.memory.slabs import MemfdBacking
 from tierd.metrics import Metrics
 from tierd.mover import Mover
 from tierd.pools import TierParts
-from tierd.rpc.handshake import ENGINE
 from tierd.rpcserver import RpcServer
 from tierd.store import Store
-from tierd.types import Tier
 from tierd.units import SECTOR_BYTES, format_size
 
 _COLD_FREE_SHARE = 0.9  # of the free space, where no cap is set: the rest stays for others
@@ -99,7 +95,7 @@ class Daemon:
         mover_task = asyncio.create_task(self._run_mover(), name="tierd-mover")
         self._stack.push_async_callback(self._stop_mover, mover_task)
         # The bootstrap socket is bound first: it is what refuses a second daemon at one path.
-        host = _Host(self)
+        host = Host(self)
         bootstrap = BootstrapServer(self.socket, host, connections_max=config.limits.connections)
         self._stack.callback(bootstrap.close)
         self.store.placement.on_new_slab = lambda namespace, slab: host.new_slab(
@@ -113,6 +109,7 @@ class Daemon:
             target=rpc_target(self.socket),
             in_flight_calls_max=config.limits.in_flight_calls,
             cold_device=disk.describe(),
+            offers=host.offers,
             drain=self.drain,
             call_done=metrics.call_done,
         )
@@ -244,88 +241,6 @@ def journal_bytes(cap_bytes: int) -> int:
     """Return the bytes of a journal's segment: 64 MiB, and less for a small cold tier."""
     small = cap_bytes // 128 // SECTOR_BYTES * SECTOR_BYTES
     return max(SEGMENT_BYTES_MIN, min(small, SEGMENT_BYTES))
-
-
-class _Host:
-    """What the daemon does for the clients of its first door."""
-
-    def __init__(self, daemon: Daemon) -> None:
-        self._daemon = daemon
-        self._epoch_fds: dict[int, int] = {}
-
-    def admit(self, peer: Peer) -> Reply:
-        """Register a client: its token, and for an engine its epoch page."""
-        daemon = self._daemon
-        fds: tuple[int, ...] = ()
-        if peer.kind == ENGINE:
-            fd = create_memfd("tierd-epoch", EPOCH_PAGE_BYTES)
-            try:
-                page = Mapping(fd, EPOCH_PAGE_BYTES, writable=True)
-            except TierdError:
-                os.close(fd)
-                raise
-            self._epoch_fds[peer.client_id] = fd
-            page.buffer[:8] = QUIESCENT.to_bytes(8, "little")  # until the engine's first step
-            daemon.store.register_engine(peer.client_id, peer.pid, page)
-            fds = (fd,)
-        daemon.rpc.tokens.issue(peer.token, peer.client_id, peer.kind)
-        daemon.log.debug("client came", client=peer.client_id, kind=peer.kind, pid=peer.pid)
-        fields = {
-            "token": peer.token,
-            "boot_id": daemon.boot_id,
-            "rpc": rpc_target(daemon.socket),
-            "client_id": peer.client_id,
-            "store_uuid": daemon.store.placement.store_uuid,
-        }
-        return Reply(fields, fds)
-
-    def answer(self, peer: Peer, request: dict[str, Any]) -> Reply:
-        """Pass the fds of a session's page table or of a slab. Raises TierdError."""
-        store = self._daemon.store
-        match request:
-            case {"op": "session_fds", "session": int(number)}:
-                table = store.session(number, engine_id=peer.client_id).table
-                assert table is not None, "an engine's session has a page table"
-                return Reply({}, (table.fd,))
-            case {"op": "slab", "slab": int(slab)}:
-                return self._slab(peer.client_id, slab)
-        raise InvalidArgument(f"unknown request {request.get('op')!r}")
-
-    def _slab(self, engine_id: int, slab: int) -> Reply:
-        info = self._daemon.store.slab_for(engine_id, slab)
-        fields = {
-            "slab": slab,
-            "tier": int(info.tier),
-            "slot_bytes": info.slot_bytes,
-            "slots": info.slots,
-            "direct": info.tier is Tier.COLD and self._daemon.disk.direct,
-        }
-        return Reply(fields, (info.fd,))
-
-    def new_slab(self, bootstrap: BootstrapServer, namespace_digest: bytes, slab: int) -> None:
-        """Send a new slab to the engines of its namespace, so that no step has to ask for it."""
-        for engine_id in self._daemon.store.engines_of(namespace_digest):
-            reply = self._slab(engine_id, slab)
-            bootstrap.push(engine_id, Reply({"op": "slab", **reply.fields}, reply.fds))
-
-    def depart(self, peer: Peer) -> None:
-        """Free all that a client held."""
-        daemon = self._daemon
-        daemon.rpc.tokens.revoke(peer.client_id)
-        if peer.kind == ENGINE:
-            if not daemon.leaves_engines:
-                daemon.store.drop_engine(peer.client_id)
-            os.close(self._epoch_fds.pop(peer.client_id))
-        daemon.store.drop_client(str(peer.client_id))
-        daemon.mover.wake()
-        daemon.log.debug("client left", client=peer.client_id, kind=peer.kind, pid=peer.pid)
-
-
-def rpc_target(socket: str) -> str:
-    """Return the gRPC target that goes with a bootstrap socket ("@name" is an abstract one)."""
-    if socket.startswith("@"):
-        return f"unix-abstract:{socket[1:]}.rpc"
-    return f"unix:{os.path.abspath(socket)}.rpc"
 
 
 class EmbeddedDaemon:

@@ -19,7 +19,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from tierd.errors import InvalidArgument, StaleGeneration, TierFull
@@ -113,6 +113,13 @@ class Demotions:
             if not demotion.revoked
             for block in demotion.plan.blocks
         }
+
+    def lent_among(self, session: Session, blocks: Collection[int]) -> Demotion | None:
+        """Return an open demotion of a session whose blocks are all among `blocks`, or None."""
+        for demotion in self.of_session(session):
+            if not demotion.revoked and set(demotion.plan.blocks) <= set(blocks):
+                return demotion
+        return None
 
     def of_session(self, session: Session) -> list[Demotion]:
         """Return a session's demotions, revoked ones too."""

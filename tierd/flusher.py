@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -33,8 +34,14 @@ class Group:
 
     moves: list[Move] = field(default_factory=list)
     waiters: list[object] = field(default_factory=list)
+    recorded: list[asyncio.Future[None]] = field(default_factory=list)
     error: StorageError | None = None
     began_seconds: float = 0.0
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for it."""
+        return bool(self.moves or self.waiters or self.recorded)
 
 
 class Flusher:
@@ -60,6 +67,10 @@ class Flusher:
         """Let the next group be synced; `waiter` comes back with it."""
         self._next.waiters.append(waiter)
 
+    def add_recorded(self, answer: asyncio.Future[None]) -> None:
+        """Let `answer` be set once the next group is written, or could not be."""
+        self._next.recorded.append(answer)
+
     def overdue(self, now_seconds: float, limit_seconds: float) -> bool:
         """Say whether a flush has gone on for longer than `limit_seconds`."""
         flying = self._flying
@@ -68,7 +79,7 @@ class Flusher:
     @property
     def busy(self) -> bool:
         """Whether a flush is under way, or moves or waiters are there for one."""
-        return self._flying is not None or bool(self._next.moves or self._next.waiters)
+        return self._flying is not None or self._next.is_wanted
 
     def take_landed(self) -> list[Group]:
         """Return the groups whose flush has ended since the last call."""
@@ -80,7 +91,7 @@ class Flusher:
         if self._flying is not None or self._ledger.failed:
             return False
         lingering = self._ledger.dirty and now_seconds >= self._flushed_seconds + LINGER_SECONDS
-        if not (self._next.moves or self._next.waiters or lingering):
+        if not (self._next.is_wanted or lingering):
             return False
         group, self._next = self._next, Group()
         group.began_seconds = self._flushed_seconds = now_seconds
@@ -90,7 +101,7 @@ class Flusher:
 
     def refuse(self) -> None:
         """Hand back what waits, with the reason: the ledger has failed for good."""
-        if self._ledger.failed and (self._next.moves or self._next.waiters):
+        if self._ledger.failed and self._next.is_wanted:
             group, self._next = self._next, Group()
             group.error = StorageError(self._ledger.failed)
             self._landed.append(group)

@@ -30,8 +30,8 @@ from tierd.placement import Placement
 from tierd.sessions import Session, SessionBook
 from tierd.types import CodecId, PageKey, Place, SessionState, Tier
 
-# An engine tries for 30 s to find its daemon again; after twice that nobody comes.
-CLAIM_SECONDS = 60.0
+# An engine looks for its daemon at each step, and breaks one off after 10 s without it.
+CLAIM_SECONDS = 20.0
 RUNNING, PARKED = "running", "parked"
 
 
@@ -64,7 +64,8 @@ class Keeper:
                 self.cut(session, self._kept_prefix(session))
             if session.kept:
                 self._book.add(session)
-        self._claims_end_seconds = self._clock.monotonic() + CLAIM_SECONDS
+        if self.durable:
+            self._claims_end_seconds = self._clock.monotonic() + CLAIM_SECONDS
 
     def _dormant(self, record: SessionRecord) -> Session:
         namespace = record.namespace
@@ -95,6 +96,11 @@ class Keeper:
             for key, page in pages_of(self._ledger.pages_of(session.number)):
                 session.index.set(key.layer, key.block, page)
 
+    @property
+    def claims_open(self) -> bool:
+        """Whether engines of an earlier run may still hand their pages back."""
+        return self._clock.monotonic() < self._claims_end_seconds < math.inf
+
     def claim(self, number: int) -> Session | None:
         """Return an unclaimed session with all its pages, for its engine; or None.
 
@@ -112,6 +118,7 @@ class Keeper:
         """An unclaimed session is its engine's no more: only what was kept of it stays."""
         if self.unclaimed.pop(session.number, None) is None:
             return
+        self.release_held(session.namespace_digest)
         rows = self._ledger.pages_of(session.number)
         beyond = rows[rows["block"] >= (session.sealed_blocks if session.kept else 0)]
         self._placement.discard([page.place for _, page in pages_of(beyond)])
@@ -174,10 +181,17 @@ class Keeper:
         ]
 
     def tick(self) -> None:
-        """Drop what nobody has claimed."""
-        if self.unclaimed and self._clock.monotonic() >= self._claims_end_seconds:
-            for session in list(self.unclaimed.values()):
-                self._claims_end(session)
+        """Drop what nobody has claimed, once the time for it is over."""
+        if self._clock.monotonic() < self._claims_end_seconds:
+            return
+        self._claims_end_seconds = math.inf
+        for session in list(self.unclaimed.values()):
+            self._claims_end(session)
+
+    def release_held(self, namespace_digest: bytes) -> None:
+        """Let a namespace's held warm slots go once every session that may have some has come."""
+        if all(other.namespace_digest != namespace_digest for other in self.unclaimed.values()):
+            self._placement.release_held(namespace_digest)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a dormant or unclaimed session is anything else too."""

@@ -161,10 +161,34 @@ class Placement:
             used,
             generations,
             self.ledger.quarantined(slab.slab),
-            # A slot is not written 4,096 times while a store is started once more: each write of
-            # it would be 4,096 slabs of it. So the generations of two runs do not meet.
-            (self.ledger.epoch << 12) & _GENERATION_MASK,
+            self._generation_floor(),
         )
+
+    def hold_warm_slab(self, slab: SlabRecord, fd: int) -> None:
+        """Take in a warm slab that an engine brought, none of its slots free yet.
+
+        Nothing happens if it is here. Raises TierFull (budget), StorageError.
+        """
+        pool = self.pools[Tier.WARM].pool(slab.namespace_digest, slab.slot_bytes)
+        if slab.slab in pool.slabs():
+            return
+        pool.hold(slab, self._generation_floor())
+        self.warm_memory.adopt(slab, fd)
+
+    def _generation_floor(self) -> int:
+        # A slot is not written 4,096 times while a store is started once more: each write of
+        # it would be 4,096 slabs of it. So the generations of two runs do not meet.
+        return (self.ledger.epoch << 12) & _GENERATION_MASK
+
+    def claim_warm(self, session: Session, place: Place) -> bool:
+        """Let a held warm slot be a session's page again; say whether it could be."""
+        return self.pool(Tier.WARM, session, place.codec).claim(slot_of(place))
+
+    def release_held(self, namespace_digest: bytes) -> None:
+        """Let the warm slots of a namespace be used that no engine has claimed."""
+        for pool in self.pools[Tier.WARM]:
+            if pool.namespace_digest == namespace_digest:
+                pool.release_held()
 
     def discard(self, places: Sequence[Place]) -> None:
         """Retire the cold slots of pages that are in no index."""

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
+from tierd.adoption import Offers
 from tierd.errors import ConfigError
 from tierd.interceptors import CallDone, Guard, Tokens
 from tierd.mover import Mover
@@ -58,6 +59,7 @@ class RpcServer:
         target: str,
         in_flight_calls_max: int,
         cold_device: str,
+        offers: Callable[[int], Offers],
         drain: Callable[[], None],
         call_done: CallDone,
     ) -> None:
@@ -71,7 +73,7 @@ class RpcServer:
         self._hints = HintsService(store, mover)
         self._server: Any = grpc.aio.server(interceptors=[self._guard], options=_OPTIONS)
         add: Any = pb_grpc
-        add.add_SessionsServicer_to_server(SessionsService(store, mover), self._server)
+        add.add_SessionsServicer_to_server(SessionsService(store, mover, offers), self._server)
         add.add_PlacementServicer_to_server(PlacementService(store, mover), self._server)
         add.add_HintsServicer_to_server(self._hints, self._server)
         self._stats = StatsService(self.snapshot)

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tierd.adoption import Offers, inspect
 from tierd.codec.layout import page_layout
 from tierd.errors import (
     InvalidArgument,
@@ -76,16 +77,18 @@ def _seconds_to_answer(context: Any, seconds_max: float = WAIT_SECONDS_MAX) -> f
 
 
 class SessionsService(pb_grpc.SessionsServicer):
-    """Sessions: open, get, list, truncate, suspend, resume, close."""
+    """Sessions: open, get, list, truncate, suspend, resume, close, adopt."""
 
-    def __init__(self, store: Store, mover: Mover) -> None:
+    def __init__(self, store: Store, mover: Mover, offers: Callable[[int], Offers]) -> None:
         self._store = store
+        self._offers = offers
         self._mover = mover
 
     async def Open(self, request: Any, context: Any) -> Any:
         """Open a session for the calling engine."""
         namespace = _known_namespace(request.namespace)
         session = self._store.open_session(_engine_id(), namespace, request.max_tokens)
+        await self._mover.recorded()
         return pb.OpenReply(session=session.number)
 
     async def Get(self, request: Any, context: Any) -> Any:
@@ -122,6 +125,7 @@ class SessionsService(pb_grpc.SessionsServicer):
         session = self._store.resume_session(
             _engine_id(), request.session, _known_namespace(request.namespace), request.max_tokens
         )
+        await self._mover.recorded()
         return pb.ResumeReply(token_ids=session.token_ids, sealed_blocks=session.sealed_blocks)
 
     async def Close(self, request: Any, context: Any) -> Any:
@@ -136,6 +140,27 @@ class SessionsService(pb_grpc.SessionsServicer):
         )
         self._mover.wake()
         return pb.CloseReply()
+
+    async def Adopt(self, request: Any, context: Any) -> Any:
+        """Take a session's pages back from its engine, after a restart."""
+        engine_id, store = _engine_id(), self._store
+        namespace = _known_namespace(request.namespace)
+        offers = self._offers(engine_id)
+        for slab in list(offers.slabs.values()):
+            with contextlib.suppress(TierFull):  # warm is smaller now: those pages are lost
+                store.placement.hold_warm_slab(slab.record, slab.fd)
+        blocks = namespace.geometry.blocks_for(request.max_tokens)
+        uuid = store.placement.store_uuid
+        found = await asyncio.to_thread(inspect, offers, request.session, namespace, uuid, blocks)
+        session = store.adopt_session(
+            engine_id, request.session, namespace, request.max_tokens, found
+        )
+        await self._mover.recorded()
+        return pb.AdoptReply(
+            warm_pages=session.index.pages_in(Tier.WARM),
+            cold_pages=session.index.pages_in(Tier.COLD),
+            wrong_pages=found.wrong,
+        )
 
     def _info(self, session: Session) -> Any:
         unused_seconds = self._store.clock.monotonic() - session.last_used_seconds

@@ -158,11 +158,14 @@ class SessionBook:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def new(self, namespace: Namespace, now_seconds: float) -> Session:
-        """Return a session with an unused number, not yet in the book. Raises TierFull."""
+    def new(self, namespace: Namespace, now_seconds: float, number: int = 0) -> Session:
+        """Return a session that is not yet in the book. Raises TierFull.
+
+        `number` 0: one that is not used.
+        """
         if len(self._sessions) >= SESSIONS_MAX:
             raise TierFull(f"{SESSIONS_MAX} sessions are open", retry_after_seconds=1.0)
-        number = self._new_number()
+        number = number or self._new_number()
         while number == 0 or number in self._sessions:
             number = self._new_number()
         index = SessionIndex(namespace.geometry.layers)

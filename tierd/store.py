@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tierd import census
+from tierd.adoption import Found
 from tierd.clock import Clock
 from tierd.demotions import Demotion, DemotionPlan, Demotions, RoomNeeded, split_digests
 from tierd.disk.volatile import LedgerPort
@@ -124,6 +125,35 @@ class Store:
         self.keeper.record(session)
         self._touch(session)
         self.hints.session_used(number)
+        return session
+
+    def adopt_session(
+        self, engine_id: int, number: int, namespace: Namespace, max_tokens: int, found: Found
+    ) -> Session:
+        """Give a session of a dead daemon back to its engine, with the pages that are right.
+
+        Warm ones are those whose held slots can still be claimed, cold ones those that the
+        ledger has at the same place. Raises NotFound (engine), StaleGeneration (another
+        engine has the session, or the claims are over), LayoutMismatch, InvalidArgument.
+        """
+        self._check_engine(engine_id)
+        if not self.keeper.claims_open:
+            raise StaleGeneration("the time to hand pages back after a restart is over")
+        claimed = self.keeper.unclaimed.get(number)
+        if claimed is None and number in {session.number for session in self.book}:
+            raise StaleGeneration(f"session {number:016x} is not waiting for its engine")
+        if claimed is not None and claimed.namespace_digest != namespace.digest():
+            raise LayoutMismatch(f"session {number:016x} holds KV of another namespace")
+        session = self.keeper.claim(number)
+        if session is None:
+            session = self.book.new(namespace, self.clock.monotonic(), number)
+        if not session.kept:
+            self.book.add(session)
+        session.give(engine_id, max_tokens, self.placement.epochs.now)
+        self.traffic.adopt(session, found)
+        self.keeper.release_held(session.namespace_digest)
+        self.keeper.record(session)
+        self._touch(session)
         return session
 
     def begin_suspend(
@@ -257,7 +287,10 @@ class Store:
         below = {block for block in hot_blocks if block in lent or session.index.layers_of(block)}
         victims = choose_victims(hot_blocks, need_blocks, below, include_first=include_first)
         if not victims:
-            raise InvalidArgument("plan_demotion: none of these blocks can be demoted")
+            again = self.demotions.lent_among(session, hot_blocks)
+            if again is None:
+                raise InvalidArgument("plan_demotion: none of these blocks can be demoted")
+            return again.plan  # the engine asks anew: the reply was lost on its way
         chosen: dict[int, list[Place]] = {}
         for block in victims:
             page_codec = CodecId.RAW if block == 0 else codec or own

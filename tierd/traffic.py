@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 
+from tierd.adoption import Found
 from tierd.clock import Clock
 from tierd.hints import HintBook
+from tierd.index import Page
 from tierd.keeping import Keeper
 from tierd.placement import Move, Placement
 from tierd.policy import Candidate, Rank, choose_spills, session_rank
@@ -112,6 +114,30 @@ class Traffic:
     def abort(self, move: Move) -> None:
         """The bytes are not there; the page stays where it was."""
         self._placement.abort_move(move)
+
+    def adopt(self, session: Session, found: Found) -> None:
+        """Make a session's pages those of its old page table, as far as they are right.
+
+        What the ledger has of it stands in its index already. A warm page whose bytes are in
+        cold too has it behind it; a cold one that the table does not name was given up.
+        """
+        index = session.index
+        given_up = [
+            PageKey(session.number, layer, block)
+            for (layer, block), page in index
+            if (layer, block) not in found.warm and found.cold.get((layer, block)) != page.place
+        ]
+        self._placement.drop(session, given_up)
+        for (layer, block), page in found.warm.items():
+            if block < session.max_blocks and self._placement.claim_warm(session, page.place):
+                behind = index.get(layer, block)
+                same = behind is not None and behind.digest == page.digest
+                if behind is not None and not same:
+                    self._placement.drop(session, [PageKey(session.number, layer, block)])
+                backing = behind.place if behind is not None and same else None
+                index.set(layer, block, Page(page.place, page.digest, backing))
+        index.bump()
+        self.counts["adoptions"] += len(index)
 
     def damaged(self, move: Move) -> None:
         """The source's bytes are not the page's: it is lost, never copied.

@@ -39,6 +39,7 @@ from tierd_engine.attention.plan import (
     warm_runs,
 )
 from tierd_engine.coldread import ColdPage, ColdReader
+from tierd_engine.link import DaemonLink
 from tierd_engine.staging import StagingRing
 
 _ENTER_TRIES = 3  # spills come in batches, milliseconds apart; three in a row are rare
@@ -86,6 +87,7 @@ class SessionKV:
         slot_bytes_max = page_layout(geometry, CodecId.RAW).slot_bytes
         self.reader = ColdReader(StagingRing(slot_bytes_max))
         self.agent = TransferAgent(client, handle, self.arena)
+        self.link = DaemonLink(client, handle, self._forget_table)
         self.executors = Executors(
             geometry, heads, self.arena, self.reader, self.reader.ring, self._require_unreclaimed
         )
@@ -146,13 +148,14 @@ class SessionKV:
                 f"{n} tokens at once do not fit the hot budget of {self.arena.budget_bytes} "
                 f"bytes; at most {self.step_tokens_max()} do now"
             )
+        self.link.begin_step()
         first = self.position // self.geometry.block_tokens
         wanted = range(first, self.geometry.blocks_for(self.position + n))
         missing = [block for block in wanted if block not in self._hot]
         short = len(missing) - self.arena.free_slots
         rpcs_before = self.client.rpc_count
         if short > 0:
-            self.agent.demote(self, self._demotable(), short)
+            self._demote(self._demotable(), short)
         for block in missing:
             self._hot[block] = self.arena.allocate()
             self._plan = None
@@ -254,6 +257,30 @@ class SessionKV:
         self._epoch = table.epoch()
         self.client.epochs.enter(self._epoch)
 
+    def _demote(self, candidates: list[int], need: int, *, include_first: bool = False) -> None:
+        """Take `need` of the candidates from the hot tier, whatever becomes of the daemon."""
+        goal = len(self._hot) - need
+
+        def go_on() -> None:
+            self._drop_published(candidates)
+            left = [block for block in candidates if block in self._hot]
+            short = len(self._hot) - goal
+            if short > 0:
+                self.agent.demote(self, left, short, include_first=include_first)
+
+        self.link.run(go_on)
+
+    def _drop_published(self, candidates: list[int]) -> None:
+        """Drop hot blocks whose pages are all below: a commit went through, its reply was lost."""
+        table = self.handle.table.read(self.handle.table.max_blocks)
+        for block in candidates:
+            if block in self._hot and bool((table.tier[:, block] != Tier.NONE).all()):
+                self.drop(block)
+
+    def _forget_table(self) -> None:
+        self._plan = None
+        self._resolved_version = -1
+
     def _leave(self) -> None:
         self.step_tokens = 0
         assert self.client.epochs is not None
@@ -279,6 +306,7 @@ class SessionKV:
         """Raise StaleGeneration if a slot that this step may have read was given away."""
         if self.handle.table.reclaimed() > self._epoch:
             raise StaleGeneration("the daemon took this engine for dead and reused its pages")
+        self.link.require_fresh()
 
     def _refresh(self) -> None:
         """Make the plan anew if what is hot or the page table has changed."""
@@ -355,7 +383,7 @@ class SessionKV:
     def recover(self, miss: PageMiss) -> None:
         """Forget everything from the missed block on; the caller recomputes it from token ids."""
         self.cancel()
-        self.handle.truncate(miss.block, damaged_layer=miss.layer)
+        self.link.run(lambda: self.handle.truncate(miss.block, damaged_layer=miss.layer))
         self._truncate_hot(miss.block * self.geometry.block_tokens)
 
     def truncate(self, tokens: int) -> None:
@@ -368,7 +396,7 @@ class SessionKV:
             # The open block's bytes below hot may be lossy; start it from its first token.
             kept -= 1
             tokens = kept * self.geometry.block_tokens
-        self.handle.truncate(kept)
+        self.link.run(lambda: self.handle.truncate(kept))
         self._truncate_hot(tokens)
 
     def _truncate_hot(self, tokens: int) -> None:
@@ -386,10 +414,10 @@ class SessionKV:
         """
         self.cancel()
         sealed = sorted(block for block in self._hot if block < self.sealed_blocks)
-        self.agent.demote(self, sealed, len(sealed), include_first=True)
+        self._demote(sealed, len(sealed), include_first=True)
+        self.link.run(lambda: self.handle.suspend(token_ids, self.sealed_blocks))
         for block in list(self._hot):
             self.drop(block)
-        self.handle.suspend(token_ids, self.sealed_blocks)
 
     def adopt(self, sealed_blocks: int) -> None:
         """Take over a resumed session whose blocks all stand below the hot tier."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -73,7 +74,7 @@ class Engine:
 
     def __init__(
         self, socket: str, tiny: TinyModel, *, hot_blocks: int = 3, max_tokens: int = 512,
-        plan: PlanMode = PlanMode.NEAR, resume: str | None = None,
+        plan: PlanMode = PlanMode.NEAR, resume: str | None = None, rejoin_seconds: float = 0.3,
     ) -> None:  # fmt: skip
         self.client = Client.connect(socket)
         space = namespace(tiny)
@@ -85,6 +86,7 @@ class Engine:
         budget = hot_blocks * hot_block_bytes(space.geometry)
         self.kv = SessionKV(self.client, handle, tiny.shape.heads, budget, max_tokens, plan)
         self.kv.arena.poison()
+        self.kv.link.rejoin_seconds = rejoin_seconds
         self.generator = Generator(tiny.model, self.kv)
         self.tokens: list[int] = []
         self._logits = torch.empty(0)
@@ -163,6 +165,35 @@ def served(
     with process(command) as daemon:
         eventually(lambda: connects(socket), START_SECONDS)
         yield daemon, socket
+
+
+@contextmanager
+def respawning(tiny: TinyModel, folder: Path, warm_blocks: int) -> Iterator[tuple[Respawner, str]]:
+    """Run a daemon that is started again, within milliseconds, whenever it is killed."""
+    socket = str(folder / "run" / "tierd.sock")
+    command = [sys.executable, "-m", "tests.e2e.respawn", "serve", "--socket", socket,
+               "--warm", str(warm_blocks * block_bytes(tiny)),
+               "--cold-dir", str(folder / "cold"), "--cold-cap", "64MiB"]  # fmt: skip
+    with process(command) as parent:
+        yield Respawner(parent), socket
+
+
+class Respawner:
+    """The daemon that runs now, of a process that starts one after another."""
+
+    def __init__(self, parent: subprocess.Popen[bytes]) -> None:
+        self._parent = parent
+        self.next()
+
+    def next(self) -> None:
+        """Wait until the next daemon is there."""
+        assert self._parent.stdout is not None
+        self.pid = int(self._parent.stdout.readline())
+
+    def kill(self) -> None:
+        """Kill the daemon and wait for the next."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.next()
 
 
 @contextmanager

@@ -50,6 +50,15 @@ def seal_future_write(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, future_write | fcntl.F_SEAL_SEAL)
 
 
+def is_sealed_memfd(fd: int, size_bytes: int) -> bool:
+    """Return whether `fd` is a memfd of exactly this size that nobody can shrink."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # no memfd
+        return False
+    return seals & _SIZE_SEALS == _SIZE_SEALS and os.fstat(fd).st_size == size_bytes
+
+
 class Mapping:
     """Owner of one mmap of an fd. `address` and `buffer` are valid until `close`.
 

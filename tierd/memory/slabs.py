@@ -52,7 +52,7 @@ class SlotCounts:
     reserved: int
     resident: int
     retired: int
-    bad: int = 0
+    bad: int = 0  # held ones too
 
 
 class SlabBacking(Protocol):
@@ -135,6 +135,16 @@ class MemfdBacking:
             os.close(fd)
             raise
         self._fds[slab_id] = fd
+
+    def adopt(self, slab: SlabRecord, fd: int) -> None:
+        """Take in a slab that another daemon made; `fd` is copied. Raises StorageError."""
+        own = os.dup(fd)
+        try:
+            self._mappings[slab.slab] = Mapping(own, slab.size_bytes, writable=True)
+        except TierdError:
+            os.close(own)
+            raise
+        self._fds[slab.slab] = own
 
     def destroy(self, slab_id: int) -> None:
         """Free the memory, unmap and close. An engine that still maps the slab reads zeros."""
@@ -229,6 +239,7 @@ class SlabPool:
         self._backing = backing
         self._ids = ids
         self._slabs: dict[int, _Slab] = {}
+        self._held: set[int] = set()  # slabs of an earlier run whose engines may still come
         self._counts = [0] * _STATES
         self._roomy: list[int] = []  # a heap of slab ids
 
@@ -338,6 +349,36 @@ class SlabPool:
         slab.free_count = found[FREE]
         self._slabs[record.slab] = slab
         heapq.heappush(self._roomy, record.slab)
+
+    def hold(self, record: SlabRecord, generation_floor: int) -> None:
+        """Take in a warm slab of an earlier run, none of its slots free before `release_held`.
+
+        Raises TierFull if the budget does not hold it.
+        """
+        every = np.arange(record.slots, dtype=np.uint32)
+        none = np.zeros(0, np.uint32)
+        self.restore(record, none, none, every.tolist(), generation_floor)
+        self._slabs[record.slab].takes = False
+        self._held.add(record.slab)
+
+    def claim(self, slot: SlotRef) -> bool:
+        """Let a held slot be a page's again; say whether it was still there to be claimed."""
+        slab = self._slabs.get(slot.slab)
+        if slab is None or slot.slab not in self._held or slab.states[slot.slot] != BAD:
+            return False
+        slab.states[slot.slot] = RESIDENT
+        slab.generations[slot.slot] = slot.generation
+        self._count(BAD, RESIDENT)
+        return True
+
+    def release_held(self) -> None:
+        """Let the slots that nobody has claimed be used."""
+        for slab_id in self._held & set(self._slabs):
+            slab = self._slabs[slab_id]
+            slab.takes = True
+            for slot in np.flatnonzero(slab.states == BAD).tolist():
+                self._free(slab_id, slab, slot, BAD)
+        self._held.clear()
 
     def close_slab(self, slab_id: int) -> None:
         """Hand out no more slots of a slab: its disk has failed it. Free ones are bad now."""

@@ -13,6 +13,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,11 +111,36 @@ class BootstrapClient:
                 _keep(received, self._pushed)
             return self._pushed.pop(slab_id, None)
 
-    def _ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    @property
+    def lost(self) -> bool:
+        """Whether the daemon's end is closed. Never waits."""
+        if self._sock.fileno() < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    def offer_slab(
+        self, slab_id: int, namespace: bytes, slot_bytes: int, slots: int, fd: int
+    ) -> None:
+        """Pass a warm slab of a dead daemon; the fd stays the caller's."""
+        request = {
+            "op": "offer_slab", "slab": slab_id, "namespace": namespace,
+            "slot_bytes": slot_bytes, "slots": slots,
+        }  # fmt: skip
+        self._ask(request, (fd,))
+
+    def offer_table(self, session_number: int, fd: int) -> None:
+        """Pass a session's page table of a dead daemon; the fd stays the caller's."""
+        self._ask({"op": "offer_table", "session": session_number}, (fd,))
+
+    def _ask(
+        self, request: dict[str, Any], fds: Sequence[int] = ()
+    ) -> tuple[dict[str, Any], list[int]]:
         with self._lock:
             self._asked += 1
             numbered = {**request, "n": self._asked}
-            return _exchange(self._sock, self._path, numbered, self._pushed)
+            return _exchange(self._sock, self._path, numbered, self._pushed, fds)
 
     def close(self) -> None:
         """Close the connection: the daemon frees all that this client held. Idempotent."""
@@ -173,11 +199,15 @@ def _connected(path: str, deadline_seconds: float) -> socket.socket:
 
 
 def _exchange(
-    sock: socket.socket, path: str, request: dict[str, Any], pushed: dict[int, SlabGrant]
+    sock: socket.socket,
+    path: str,
+    request: dict[str, Any],
+    pushed: dict[int, SlabGrant],
+    fds: Sequence[int] = (),
 ) -> tuple[dict[str, Any], list[int]]:
     try:
         try:
-            send_message(sock, request)
+            send_message(sock, request, fds)
         except DaemonUnavailable:
             received = receive_message(sock)  # it may have said why before it closed
         else:
@@ -191,9 +221,9 @@ def _exchange(
         raise DaemonUnavailable(f"the daemon at {path} is gone: {error.strerror}") from None
     if received is None:
         raise DaemonUnavailable(f"the daemon at {path} has closed the connection")
-    fields, fds = received
+    fields, passed = received
     if "error" in fields:
-        for fd in fds:
+        for fd in passed:
             os.close(fd)
         raise error_for_reason(str(fields["error"]), str(fields.get("message", "")))
-    return fields, fds
+    return fields, passed

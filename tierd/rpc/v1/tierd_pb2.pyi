@@ -213,6 +213,26 @@ class CloseReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class AdoptRequest(_message.Message):
+    __slots__ = ("session", "namespace", "max_tokens")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    namespace: Namespace
+    max_tokens: int
+    def __init__(self, session: _Optional[int] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
+class AdoptReply(_message.Message):
+    __slots__ = ("warm_pages", "cold_pages", "wrong_pages")
+    WARM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    COLD_PAGES_FIELD_NUMBER: _ClassVar[int]
+    WRONG_PAGES_FIELD_NUMBER: _ClassVar[int]
+    warm_pages: int
+    cold_pages: int
+    wrong_pages: int
+    def __init__(self, warm_pages: _Optional[int] = ..., cold_pages: _Optional[int] = ..., wrong_pages: _Optional[int] = ...) -> None: ...
+
 class PlanDemotionRequest(_message.Message):
     __slots__ = ("session", "hot_blocks", "need_blocks", "codec", "include_first")
     SESSION_FIELD_NUMBER: _ClassVar[int]

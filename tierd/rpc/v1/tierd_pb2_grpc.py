@@ -70,6 +70,11 @@ class SessionsStub(object):
                 request_serializer=tierd_dot_rpc_dot_v1_dot_tierd__pb2.CloseRequest.SerializeToString,
                 response_deserializer=tierd_dot_rpc_dot_v1_dot_tierd__pb2.CloseReply.FromString,
                 _registered_method=True)
+        self.Adopt = channel.unary_unary(
+                '/tierd.rpc.v1.Sessions/Adopt',
+                request_serializer=tierd_dot_rpc_dot_v1_dot_tierd__pb2.AdoptRequest.SerializeToString,
+                response_deserializer=tierd_dot_rpc_dot_v1_dot_tierd__pb2.AdoptReply.FromString,
+                _registered_method=True)
 
 
 class SessionsServicer(object):
@@ -118,6 +123,14 @@ class SessionsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Adopt(self, request, context):
+        """After a daemon's restart: takes a session's pages back from its engine, which has passed
+        its warm slabs and the session's page table over the bootstrap socket.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SessionsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -155,6 +168,11 @@ def add_SessionsServicer_to_server(servicer, server):
                     servicer.Close,
                     request_deserializer=tierd_dot_rpc_dot_v1_dot_tierd__pb2.CloseRequest.FromString,
                     response_serializer=tierd_dot_rpc_dot_v1_dot_tierd__pb2.CloseReply.SerializeToString,
+            ),
+            'Adopt': grpc.unary_unary_rpc_method_handler(
+                    servicer.Adopt,
+                    request_deserializer=tierd_dot_rpc_dot_v1_dot_tierd__pb2.AdoptRequest.FromString,
+                    response_serializer=tierd_dot_rpc_dot_v1_dot_tierd__pb2.AdoptReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -347,6 +365,33 @@ class Sessions(object):
             '/tierd.rpc.v1.Sessions/Close',
             tierd_dot_rpc_dot_v1_dot_tierd__pb2.CloseRequest.SerializeToString,
             tierd_dot_rpc_dot_v1_dot_tierd__pb2.CloseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Adopt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tierd.rpc.v1.Sessions/Adopt',
+            tierd_dot_rpc_dot_v1_dot_tierd__pb2.AdoptRequest.SerializeToString,
+            tierd_dot_rpc_dot_v1_dot_tierd__pb2.AdoptReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,93 @@
+"""A daemon killed and started again under a job: the same text, and nothing computed anew."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.support import (
+    BLOCK_TOKENS,
+    MODEL,
+    Engine,
+    expected,
+    model,
+    prompt,
+    respawning,
+)
+from tests.engine.support import own_greedy
+from tests.wirerig import START_SECONDS, connects, eventually
+from tierd.errors import DaemonUnavailable
+from tierd.types import Tier
+from tierd_engine.attention.plan import PlanMode
+
+CONTEXT = 12 * BLOCK_TOKENS + 5
+MAX_TOKENS = 512
+SEED = 1
+KILLS = 50  # a plan
+
+
+def test_a_restart_of_the_daemon_costs_no_recomputation(tmp_path: Path) -> None:
+    tiny = model(MODEL)
+    with respawning(tiny, tmp_path, warm_blocks=6) as (daemon, socket):
+        eventually(lambda: connects(socket), START_SECONDS)
+        with Engine(socket, tiny, rejoin_seconds=30.0) as job:
+            job.prefill(prompt(CONTEXT))
+            before = {tier: len(job.pages(tier)) for tier in (Tier.WARM, Tier.COLD)}
+            assert min(before.values()) > 0
+            daemon.kill()
+            eventually(lambda: connects(socket), START_SECONDS)
+            job.steps(1)
+            after = {tier: len(job.pages(tier)) for tier in (Tier.WARM, Tier.COLD)}
+            assert after == before and job.kv.link.rejoins == 1
+            job.steps(63)
+            assert job.tokens == list(expected(MODEL, CONTEXT))
+            assert job.generator.recomputed_tokens == 0
+            assert job.client.stats()["engines"] == 1
+
+
+def engine(socket: str, plan: PlanMode) -> Engine:
+    """Return an engine on a daemon that may die while it connects."""
+    while True:
+        try:
+            return Engine(
+                socket, model(MODEL), plan=plan, max_tokens=MAX_TOKENS, rejoin_seconds=30.0
+            )
+        except DaemonUnavailable:
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("plan", [PlanMode.NEAR, PlanMode.STREAM])
+def test_kills_at_random_moments_change_no_token(tmp_path: Path, plan: PlanMode) -> None:
+    tiny, draw = model(MODEL), random.Random(SEED)
+    tokens, _ = own_greedy(tiny.model, list(prompt(CONTEXT)), MAX_TOKENS - CONTEXT)
+    kills, recomputed, done = 0, 0, threading.Event()
+    with respawning(tiny, tmp_path, warm_blocks=6) as (daemon, socket):
+
+        def kill_often() -> None:
+            nonlocal kills
+            while kills < KILLS and not done.is_set():
+                time.sleep(draw.uniform(0.0, 0.4))
+                daemon.kill()
+                kills += 1
+
+        killer = threading.Thread(target=kill_often)
+        eventually(lambda: connects(socket), START_SECONDS)
+        killer.start()
+        try:
+            while killer.is_alive():
+                with engine(socket, plan) as job:
+                    job.prefill(prompt(CONTEXT))
+                    while len(job.tokens) < len(tokens) and killer.is_alive():
+                        job.step()
+                    assert job.tokens == tokens[: len(job.tokens)], f"seed {SEED}"
+                    job.kv.check_integrity()
+                    recomputed += job.generator.recomputed_tokens
+        finally:
+            done.set()
+            killer.join(10.0)
+    assert kills == KILLS
+    assert recomputed == 0
