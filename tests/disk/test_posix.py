@@ -100,7 +100,7 @@ def test_a_second_owner_is_refused_with_the_holders_pid(named) -> None:
     assert open_fds() == before
 
 
-def test_files_of_an_earlier_run_are_removed_and_nothing_else(tmp_path) -> None:
+def test_files_of_an_earlier_run_are_found_and_nothing_else(tmp_path) -> None:
     slabs = tmp_path / "slab"
     slabs.mkdir()
     (slabs / "00000001").write_bytes(bytes(SIZE))
@@ -110,9 +110,11 @@ def test_files_of_an_earlier_run_are_removed_and_nothing_else(tmp_path) -> None:
     (tmp_path / "superblock").write_bytes(bytes(SIZE))
     with PosixDisk(str(tmp_path), ephemeral=False) as disk:
         assert disk.names("slab") == ["slab/00000001"]
-        disk.remove_leftovers("slab")
-        assert sorted(os.listdir(slabs)) == ["00000002", "00000003", "notes.txt"]
         assert disk.names("") == ["superblock"]
+        assert disk.used_bytes() == 2 * SIZE
+        for name in ("slab/00000001", "slab/00000002", "slab/00000003"):
+            disk.remove(name)
+        assert sorted(os.listdir(slabs)) == ["00000002", "notes.txt"]
 
 
 @pytest.mark.parametrize("ephemeral", [True, False])
@@ -135,7 +137,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("kind", ["ephemeral", "named"])
-def test_a_killed_owner_leaves_neither_its_lock_nor_its_bytes(tmp_path, kind) -> None:
+def test_a_killed_owner_leaves_no_lock_and_only_bytes_that_have_a_name(tmp_path, kind) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path), kind], stdout=subprocess.PIPE, cwd=ROOT
     )
@@ -145,9 +147,9 @@ def test_a_killed_owner_leaves_neither_its_lock_nor_its_bytes(tmp_path, kind) ->
     holder.wait(timeout=10)
     holder.stdout.close()
     with PosixDisk(str(tmp_path), ephemeral=kind == "ephemeral") as disk:
-        disk.remove_leftovers("slab")
-        assert disk.used_bytes() == 0
-        assert {path.name for path in tmp_path.rglob("*")} <= {"LOCK", *FOLDERS}
+        named = {"ephemeral": [], "named": ["slab/00000001"]}[kind]
+        assert disk.names("slab") == named
+        assert disk.used_bytes() == len(named) << 20
 
 
 # -- faults -----------------------------------------------------------------------
@@ -362,10 +364,8 @@ def test_a_file_cut_behind_our_back_says_its_size(named) -> None:
     assert read(named, handle, 4 * PAGE, PAGE) == bytes(PAGE)
 
 
-def test_a_file_that_cannot_be_removed_is_no_error_except_at_the_start(named, monkeypatch) -> None:
+def test_a_file_that_cannot_be_removed_is_no_error_and_is_found_again(named, monkeypatch) -> None:
     named.release(named.create("slab/00000001", SIZE))
     monkeypatch.setattr(os, "unlink", raising(errno.EROFS))
     named.remove("slab/00000001")
     assert named.names("slab") == ["slab/00000001"]
-    with pytest.raises(StorageError, match="earlier run"):
-        named.remove_leftovers("slab")

@@ -241,16 +241,6 @@ class PosixDisk:
             if file.name == name:
                 file.name = ""
 
-    def remove_leftovers(self, folder: str) -> None:
-        """Remove the files of an earlier run from a folder: for a store that has no ledger.
-
-        What is not ours stays. Raises StorageError if one cannot be removed.
-        """
-        assert not self._files, "before the first file is made"
-        with self._errors(", files of an earlier run"):
-            for name in self.names(folder):
-                os.unlink(_base(name), dir_fd=self._dir_fd(name))
-
     def sync_folder(self, folder: str) -> None:
         """Make a folder's names durable. Raises StorageError."""
         assert folder in ("", *FOLDERS), folder
