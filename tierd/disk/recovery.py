@@ -318,6 +318,9 @@ class _Recovery:
     def _look_beyond(self, name: str, window: Window, epoch: int, missing: int) -> bool:
         """Tell a torn end from damage; return whether it is no damage."""
         self.report.torn_tail |= not window.blank_here()
+        closed = self.superblock.epoch > epoch and self.superblock.durable < missing
+        if closed and not self.report.torn_tail:
+            return True  # closed here: nothing can stand beyond, and most of a start is reading it
         for frame in window.strays(self.seed):
             if frame.epoch == epoch and frame.sequence >= missing:
                 self.report.torn_tail = True
