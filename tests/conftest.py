@@ -8,6 +8,7 @@ import os
 # CI and developers have two cores; more threads than cores make every pool wait for the others.
 for _name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "2")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as share_cores: jobs beside us are no ruin
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

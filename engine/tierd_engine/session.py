@@ -232,6 +232,8 @@ class SessionKV:
         """Undo a step at any point: the session is as it was before `begin`. Idempotent."""
         if self.step_tokens:
             self._leave()
+        for block in [b for b in self._hot if b >= self.geometry.blocks_for(self.position)]:
+            self.drop(block)  # made for the step; kept, they would be room that nobody has
         self._lengths = [self.position] * self.geometry.layers
         self._plan = None
 

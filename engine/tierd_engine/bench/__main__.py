@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tierd.errors import TierdError
+from tierd_engine.cores import share_cores
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one benchmark; return the exit code."""
     options = _parser().parse_args(arguments)
+    share_cores()
     try:
         return int(options.run(options))
     except TierdError as error:
