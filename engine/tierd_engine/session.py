@@ -274,7 +274,7 @@ class SessionKV:
 
     def _drop_published(self, candidates: list[int]) -> None:
         """Drop hot blocks whose pages are all below: a commit went through, its reply was lost."""
-        table = self.handle.table.read(self.handle.table.max_blocks)
+        table = self.handle.table.read(self.sealed_blocks)
         for block in candidates:
             if block in self._hot and bool((table.tier[:, block] != Tier.NONE).all()):
                 self.drop(block)

@@ -83,6 +83,7 @@ class FakeDaemon:
         self.table = FakeTable(self.geometry.layers, self.geometry.blocks_for(max_tokens))
         self.epochs = FakeEpochs()
         self.rpc_count = 0
+        self.lost = False
         self.truncations: list[tuple[int, int | None]] = []
         self.aborted = 0
 
