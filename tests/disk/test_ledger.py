@@ -159,6 +159,25 @@ def test_a_full_disk_is_told_and_flushing_goes_on_when_there_is_space() -> None:
     assert len(open_ledger(disk).pages_of(7)) == said
 
 
+def test_what_is_said_while_a_flush_fails_comes_after_what_it_held() -> None:
+    def say(operation: str, _count: int) -> None:
+        if operation == "create" and full:
+            led.drop_session(7)
+            raise StorageFull("no space")
+
+    full = False
+    disk = MemoryDisk(fail=say)
+    led = open_ledger(disk)
+    led._journal._give_up_segment(led._journal.end)
+    led.put_session(SESSION)
+    full = True
+    with pytest.raises(StorageFull):
+        led.flush()
+    full = False
+    led.flush(sync=True)
+    assert led.sessions() == open_ledger(disk).sessions() == {}
+
+
 def test_a_buffer_that_nothing_takes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "BUFFER_BYTES_MAX", 100_000)
     disk = MemoryDisk()

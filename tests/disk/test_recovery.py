@@ -9,6 +9,7 @@ from tests.disk.ledgerrig import (
     Rig,
     State,
     open_ledger,
+    rows_of,
     slab_files,
     state_of,
 )
@@ -18,6 +19,7 @@ from tierd.disk.memory import MemoryDisk
 from tierd.disk.recovery import Recovered, recover
 from tierd.errors import StorageError
 from tierd.testing import FakeClock, Fault, FaultKind, SimulatedDisk, failing
+from tierd.types import SlabRecord
 from tierd.units import SECTOR_BYTES
 
 
@@ -302,3 +304,39 @@ def test_a_start_that_fails_in_the_middle_can_be_tried_again() -> None:
         assert state_of(found_on(disk).image) == kept(rig, disk)
     assert total >= 5
     assert len(disk.names("journal")) * SEGMENT_BYTES < 20 * SEGMENT_BYTES
+
+
+def test_a_segment_in_anothers_place_is_none() -> None:
+    disk = MemoryDisk()
+    rig = rig_on(disk)
+    name = disk.names("journal")[-1]
+    disk.named["journal/000000ff"] = bytearray(disk.named[name])
+    found = found_on(disk)
+    assert "no HEAD of this segment" in found.report.damage[0]
+    assert state_of(found.image) == kept(rig, disk)
+    assert found.next_segment == 0x100
+
+
+def test_a_segment_cut_where_nothing_stood_is_told_and_loses_nothing() -> None:
+    disk = MemoryDisk()
+    rig = rig_on(disk, steps=5)
+    name = disk.names("journal")[-1]
+    disk.named[name] = disk.named[name][:-SECTOR_BYTES]
+    found = found_on(disk)
+    assert "made longer" in found.report.damage[0]
+    assert state_of(found.image) == kept(rig, disk)
+
+
+def test_pages_of_no_session_do_not_come_back_with_it() -> None:
+    disk = MemoryDisk()
+    rig = rig_on(disk, steps=5)
+    slab = min(rig.now.slabs) if rig.now.slabs else rig.led.take_slab_id()
+    rig.led.add_slab(SlabRecord(slab, NAMESPACE.digest(), 8192, 500))
+    disk.named.setdefault(f"slab/{slab:08x}", bytearray())
+    rig.led.commit(rows_of({(77, 0, 0): (slab, 400, 1, bytes(16))}))
+    rig.led.flush(sync=True)
+    ledger = open_ledger(disk)
+    assert len(ledger.pages_of(77)) == 0
+    ledger.put_session(records.SessionRecord(77, NAMESPACE, "running"))
+    ledger.flush(sync=True)
+    assert len(open_ledger(disk).pages_of(77)) == 0

@@ -15,5 +15,6 @@ frames      batches of records, chained; journal appends them, window looks at t
 snapshot    the image in one file
 superblock  which store, how often opened, how far the journal reached
 recovery    snapshot and journal up to its end, less what cannot be (prune)
+quarantine  which slots were given up, as text for people
 volatile    a ledger that keeps nothing; fsck checks and mends a folder
 """

@@ -13,12 +13,14 @@ Invariants:
 from __future__ import annotations
 
 import mmap
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tierd.disk.frames import (
     FRAME_BYTES_MAX,
     FRAME_HEADER_BYTES,
+    Frame,
     FrameKind,
     Link,
     pack_frame,
@@ -44,9 +46,21 @@ def segment_number(name: str) -> int:
     return int(name.rpartition("/")[2], 16)
 
 
+_HEAD = struct.Struct("<IQ")
+
+
 def head_payload(number: int, size_bytes: int) -> bytes:
     """Return what a HEAD says beside its frame: its segment's number and size."""
-    return number.to_bytes(4, "little") + size_bytes.to_bytes(8, "little")
+    return _HEAD.pack(number, size_bytes)
+
+
+def head_size_bytes(head: Frame, number: int) -> int:
+    """Return the size that a segment was made with. Raises StorageError if this is not its HEAD."""
+    if head.kind == FrameKind.HEAD and len(head.payload) == _HEAD.size:
+        own, size_bytes = _HEAD.unpack(head.payload)
+        if own == number:
+            return int(size_bytes)
+    raise StorageError("the first frame is no HEAD of this segment")
 
 
 def payload_bytes_max(segment_bytes: int) -> int:

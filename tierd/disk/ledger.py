@@ -25,6 +25,7 @@ from tierd.disk import snapshot as snapshots
 from tierd.disk.image import Image, Occupancy
 from tierd.disk.journal import Journal
 from tierd.disk.ports import DiskPort
+from tierd.disk.quarantine import QuarantineLog, quarantine_line
 from tierd.disk.records import (
     PAGE_ROW,
     REASON_CHARS_MAX,
@@ -82,6 +83,8 @@ class Ledger:
         self._part_bytes = journals.payload_bytes_max(segment_bytes) // 2
         self._buffer: list[Record] = []
         self._buffer_bytes = 0
+        self._lines: list[str] = []  # for the quarantine log
+        self._quarantine_log = QuarantineLog(disk)
         self._records = found.report.records  # since the last snapshot
         self._snapshot_at_bytes = 0  # of the journal's written bytes
         self._next_slab = found.next_slab
@@ -142,6 +145,8 @@ class Ledger:
         for name in found.leftovers:
             self._disk.remove(name)
         self._drop_covered()
+        with contextlib.suppress(StorageError):
+            self._quarantine_log.find()
 
     def _reserve(self, epoch: int, slab_limit: int) -> None:
         end = self._journal.durable
@@ -178,7 +183,11 @@ class Ledger:
 
     def quarantine(self, slab: int, slot: int, reason: str) -> None:
         """Note that a slot must not be used any more; a page in it was dropped before."""
-        self._say([[Kind.QUARANTINE, slab, slot, reason[:REASON_CHARS_MAX]]])
+        line = quarantine_line(self.epoch, slab, slot, reason[:REASON_CHARS_MAX])
+        with self._mutex:
+            self._append([[Kind.QUARANTINE, slab, slot, reason[:REASON_CHARS_MAX]]])
+            if not self._failed:
+                self._lines.append(line)
 
     # -- pages --------------------------------------------------------------------
     def commit(self, rows: Rows) -> None:
@@ -265,6 +274,7 @@ class Ledger:
                 raise StorageError(f"the ledger is read-only: {self._failed}")
             records, size_bytes = self._buffer, self._buffer_bytes
             self._buffer, self._buffer_bytes = [], 0
+            lines, self._lines = self._lines, []
             limit = self._image.slab_limit
             seen = self._image.copy() if copy else None, self._records
         try:
@@ -277,6 +287,9 @@ class Ledger:
             raise
         if sync:
             self._slab_limit_durable = limit
+        if lines:
+            with contextlib.suppress(StorageError):  # for people; the journal has it
+                self._quarantine_log.write(lines)
         return seen
 
     def _take_back(self, records: list[Record], size_bytes: int, error: StorageError) -> None:
@@ -357,9 +370,10 @@ class Ledger:
             return set(self._image.bad_slots.get(slab, ()))
 
     def metadata_bytes(self) -> int:
-        """Return the bytes of superblock, journal and snapshots, for the tier's byte cap."""
+        """Return the bytes of all files but the slabs, for the tier's byte cap."""
         files = sum(snapshot.size_bytes for snapshot in self._snapshots)
-        return SUPERBLOCK_BYTES + self._journal.size_bytes + files
+        log = self._quarantine_log.size_bytes
+        return SUPERBLOCK_BYTES + self._journal.size_bytes + files + log
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless image, buffer and journal agree."""
@@ -384,6 +398,7 @@ class Ledger:
             self._close()
         finally:
             self._journal.close()
+            self._quarantine_log.close()
 
     def _close(self) -> None:
         self.flush(sync=True)

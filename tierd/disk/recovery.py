@@ -260,10 +260,8 @@ class _Recovery:
                 self.next_segment = max(self.next_segment, number + 1)
                 try:
                     head = unpack_frame(first, 0, self.seed)
-                    if head.kind != FrameKind.HEAD or head.payload != journal.head_payload(
-                        number, size_bytes
-                    ):
-                        raise StorageError("the first frame is no HEAD of this segment")
+                    if journal.head_size_bytes(head, number) != size_bytes:
+                        self._damaged(name, f"{size_bytes} bytes long, it was made longer")
                     steps.append(_Step(number, head, size_bytes))
                 except StorageError as error:
                     self._headless(name, self._window(name, handle, size_bytes), str(error))
@@ -338,9 +336,6 @@ class _Recovery:
 
     def _enter(self, head: Frame) -> None:
         self._advance(head)
-        if self.limit_epoch < head.epoch <= self.superblock.epoch:
-            # The superblock speaks for all that older epochs gave out.
-            self.image.slab_limit = 0
         self.limit_epoch = max(self.limit_epoch, head.epoch)
 
     def _walk(self, name: str, window: Window, head: Frame, cut: int | None) -> None:

@@ -26,7 +26,7 @@ from tierd_engine.attention.simd import (
     load,
     multiply,
     number,
-    prefetch_lines,
+    prefetch,
     splat,
     subtract,
 )
@@ -52,12 +52,18 @@ _UNIT, _ZERO = np.float32(NIBBLE_UNIT), np.float32(0.0)
 def _sum_lines(
     rows: Any, lanes: Any, job: Any, lines: Any, count: Any, weights: Any, stride: Any,
     initial: Any, result: Any, result_stride: Any, part_end: Any, next_part: Any,
+    scales: Any, scales_end: Any,
 ) -> None:  # fmt: skip
-    """The sum above over `count` lines; w_rh are at weights + (r * halves + h) * stride."""
+    """The sum above over `count` lines; w_rh are at weights + (r * halves + h) * stride.
+
+    With each line, one from `scales` on is prefetched: all at once they would wait for each other.
+    """
     tile = splat_halves(rows, lanes, initial)
     for i in range(count):
         line = lines + LINE_BYTES * i
         fetch_ahead(line, job.ahead, part_end, next_part, LINE_BYTES)
+        if scales + LINE_BYTES * i < scales_end:
+            prefetch(scales + LINE_BYTES * i)
         tile = add_line(lanes, tile, weights + 4 * (LINE_CODES // number(lanes)) * i, stride, line)
     store_halves(lanes, tile, result, result_stride)
 
@@ -91,7 +97,7 @@ def scores(rows: Any, lanes: Any, job: Any, base: Any, seen: Any, scratch: Any) 
             rows, lanes, job, base + job.keys + tile * tile_bytes, tile_bytes // LINE_BYTES,
             scratch + job.folded, job.q_stride, scratch + job.stats,
             scratch + job.weights + 4 * number(lanes) * tile, job.weight_stride,
-            base + job.values, base + job.values,
+            base + job.values, base + job.values, 0, 0,
         )  # fmt: skip
 
 
@@ -125,18 +131,19 @@ def _sum_values(
 ) -> None:  # fmt: skip
     _scale_weights(rows, lanes, job, base, channel, seen, scratch)
     tokens_a_line = LINE_CODES // number(lanes)
+    before = channel * job.block_tokens // 2
     _sum_lines(
-        rows, lanes, job, base + job.values + channel * job.block_tokens // 2,
+        rows, lanes, job, base + job.values + before,
         (seen + tokens_a_line - 1) // tokens_a_line, scratch + job.scaled, job.weight_stride,
         scratch + job.stats, scratch + job.output + 4 * channel, job.q_stride,
         base + job.key_scale, following + job.keys,
+        following + job.key_scale + before, following + job.head_bytes,
     )  # fmt: skip
 
 
 @step
 def values(rows: Any, job: Any, base: Any, seen: Any, following: Any, scratch: Any) -> None:
     """Output rows from values of 4 bits; prefetches the scales at `following`."""
-    prefetch_lines(following + job.key_scale, following + job.head_bytes)
     c = 0
     while c + TILE_LANES <= job.head_dim:
         _sum_values(rows, _WHOLE, job, base, c, seen, following, scratch)
