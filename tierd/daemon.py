@@ -36,6 +36,7 @@ from tierd.errors import (
     ConfigError,
     DaemonUnavailable,
     DeadlineExceeded,
+    StorageError,
     StorageFull,
     TierdError,
     TierFull,
@@ -140,7 +141,7 @@ class Daemon:
             )
             self._log_recovery(ledger.recovery)
             cap_bytes -= SEGMENTS_RESERVED * segment_bytes
-        self._stack.callback(ledger.close)
+        self._stack.callback(self._close_ledger, ledger)
         try:
             return Store(
                 warm=TierParts(MemfdBacking(), config.warm.budget_bytes, config.warm.slab_bytes),
@@ -153,6 +154,12 @@ class Daemon:
                 f"cold.cap_bytes: {disk.folder} holds {format_size(disk.used_bytes())} already, "
                 f"more than {format_size(cap_bytes)}"
             ) from None
+
+    def _close_ledger(self, ledger: Ledger | VolatileLedger) -> None:
+        try:
+            ledger.close()
+        except StorageError as error:  # the next start finds what was acknowledged
+            self.log.warning("the ledger could not be closed", why=str(error))
 
     def _log_recovery(self, found: RecoveryReport) -> None:
         seconds = sum(found.seconds.values())
