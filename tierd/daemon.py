@@ -109,7 +109,7 @@ class Daemon:
             boot_id=self.boot_id,
             target=rpc_target(self.socket),
             in_flight_calls_max=config.limits.in_flight_calls,
-            cold_device=disk.describe(),
+            cold_device=self._cold_device,
             offers=host.offers,
             drain=self.drain,
             call_done=metrics.call_done,
@@ -171,6 +171,13 @@ class Daemon:
             self.log.warning("damage found", what=damage)
         for number, token in found.lost:
             self.log.warning("a session lost pages", session=f"{number:016x}", first_token=token)
+
+    def _cold_device(self) -> str:
+        ledger = self.store.ledger
+        if ledger.failed:
+            return f"{self.disk.describe()}; read-only: {ledger.failed}"
+        lasts = "kept across restarts" if ledger.durable else "ends with the daemon"
+        return f"{self.disk.describe()}; {lasts}"
 
     def _serve_metrics(self, metrics: Metrics) -> Callable[[], None]:
         loop, port = asyncio.get_running_loop(), self.config.service.metrics_port
