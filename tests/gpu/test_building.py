@@ -47,6 +47,9 @@ def test_every_kernel_of_llama_compiles_for_both_gpus_without_spills() -> None:
     for build in builds:
         assert build["cubin_bytes"] > 0 and build["registers"] > 0
         assert build["spill_bytes"] == build["stack_bytes"] == 0, build
+        is_coding = "code int8" in build["kernel"]
+        assert build["must_be_exact"] == is_coding
+        assert bool(build["loose"]) != is_coding, build  # attention may, and does, fuse and flush
 
 
 def test_a_build_that_spills_is_seen() -> None:

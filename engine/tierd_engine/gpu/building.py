@@ -1,7 +1,8 @@
 """Every kernel compiled for GPUs that need not be here, and what each build takes of one.
 
-`python -m tierd_engine.gpu.building` prints registers, shared memory and spills of each build
-and exits 1 if one spills. Needs Triton with its ptxas, no GPU; not the interpreter.
+`python -m tierd_engine.gpu.building` prints registers, shared memory and spills of each build. It
+exits 1 if one spills, or if one whose bytes are compared with the CPU's may round otherwise. Needs
+Triton with its ptxas, no GPU; not the interpreter.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ CAPABILITIES = (80, 90)
 WARP = 32
 QUERIES = (1, 16)  # a step, and as many as the fused kernel takes: both numbers of rows
 _POINTERS = {DType.FLOAT32: "*fp32", DType.BFLOAT16: "*bf16", DType.FLOAT16: "*fp16"}
+# Instructions that are not one IEEE operation, rounded to nearest, subnormals kept.
+_LOOSE = re.compile(
+    r"^\s*(?:@\S+\s+)?(fma\.\S+|mad\.\S*f32|\w+\.(?:\S*\.)?(?:ftz|approx|full)\S*)", re.M
+)
 _RESOURCES = {
     "registers": r"Used (\d+) registers",
     "spill_bytes": r"(\d+) bytes spill stores",
@@ -71,7 +76,10 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What one build takes: registers a thread, shared memory a program, spilled bytes."""
+    """What one build takes: registers a thread, shared memory a program, spilled bytes.
+
+    `loose`: instructions in it that may round otherwise than the CPU's one IEEE step at a time.
+    """
 
     kernel: str
     capability: int
@@ -80,11 +88,18 @@ class Build:
     spill_bytes: int
     stack_bytes: int
     cubin_bytes: int
+    loose: tuple[str, ...]
+    must_be_exact: bool
 
     @property
     def is_spilled(self) -> bool:
         """Whether registers were put into local memory."""
         return self.spill_bytes > 0 or self.stack_bytes > 0
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether this build must not be used."""
+        return self.is_spilled or (self.must_be_exact and bool(self.loose))
 
 
 def kernels_of(model: Model) -> Iterator[Kernel]:
@@ -140,6 +155,8 @@ def build(kernel: Kernel, capability: int) -> Build:
     return Build(
         kernel.name, capability, shared_bytes=compiled.metadata.shared,
         cubin_bytes=len(compiled.asm["cubin"]),
+        loose=tuple(sorted(set(_LOOSE.findall(compiled.asm["ptx"])))),
+        must_be_exact=kernel.options is EXACT,
         **{name: int(_found(pattern, said.getvalue())) for name, pattern in _RESOURCES.items()},
     )  # fmt: skip
 
@@ -152,29 +169,31 @@ def _found(pattern: str, text: str) -> str:
 
 
 def main() -> int:
-    """Build everything, a line each; return 1 if a build spills."""
+    """Build everything, a line each; return 1 if a build is refused."""
     parser = argparse.ArgumentParser(prog="gpu-compile", description=__doc__)
     parser.add_argument("--model", choices=[model.name for model in MODELS], help="this one only")
     parser.add_argument("--json", action="store_true", help="an object a line")
     chosen = parser.parse_args()
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: nothing would be compiled")
-    spilled = 0
+    refused = 0
     for model in MODELS:
         if chosen.model not in (None, model.name):
             continue
         for kernel in kernels_of(model):
             for capability in CAPABILITIES:
                 result = build(kernel, capability)
-                spilled += result.is_spilled
+                refused += result.is_refused
                 line = json.dumps({"model": model.name, **asdict(result)})
                 sys.stdout.write((line if chosen.json else _told(model, result)) + "\n")
                 sys.stdout.flush()
-    return 1 if spilled else 0
+    return 1 if refused else 0
 
 
 def _told(model: Model, result: Build) -> str:
     spills = f"{result.spill_bytes} B spilled" if result.is_spilled else "no spills"
+    if result.must_be_exact:
+        spills += f", not exact: {' '.join(result.loose)}" if result.loose else ", exact"
     return (
         f"sm_{result.capability}  {model.name:<18} {result.kernel:<24} {result.registers:>3} "
         f"registers  {result.shared_bytes:>6} B shared  {result.cubin_bytes:>6} B cubin  {spills}"

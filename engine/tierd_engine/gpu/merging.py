@@ -42,7 +42,7 @@ def merge_kernel(
     whole = tl.sum(total, axis=0)
     is_empty = whole == 0
     safe = tl.where(is_empty, 1.0, whole)
-    tl.store(out + row * D + channel, merged / safe, mask=inside)
+    tl.store(out + row * D + channel, tl.div_rn(merged, safe), mask=inside)
     tl.store(out_lse + row, tl.where(is_empty, float("-inf"), safe_top + tl.log(safe)))
 
 
