@@ -160,7 +160,10 @@ def test_a_plan_whose_windows_overlap_is_refused() -> None:
 def test_layouts_and_settings_are_read_and_refused_by_name() -> None:
     assert Setting.parse("stream:25%").name == "stream:25%"
     assert Setting.parse("near").name == "near:smallest"
+    assert Setting.parse("near:22.5MiB:128").name == "near:22.5MiB:128"
     with pytest.raises(InvalidArgument, match="choose one of raw, int8, k8v4, int4, fp8, q8_0"):
         Layout.parse("int9")
     with pytest.raises(InvalidArgument):
         Setting.parse("near:lots")
+    with pytest.raises(InvalidArgument, match="block tokens 'x'"):
+        Setting.parse("near:smallest:x")

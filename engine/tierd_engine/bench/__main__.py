@@ -74,8 +74,8 @@ def _add_fidelity(verbs: Any) -> argparse.ArgumentParser:
     verb.add_argument(
         "--plan",
         nargs="+",
-        metavar="PLAN[:HOT]",
-        help="such as stream:25%% (default near:smallest)",
+        metavar="PLAN[:HOT[:BLOCK]]",
+        help="such as stream:25%%:128 (default near:smallest)",
     )
     verb.add_argument("--protocol", nargs="+", choices=("tiers", "prefix"), help="default: both")
     verb.add_argument("--tokens", type=int, help="teacher-forced after a context (default 256)")

@@ -20,7 +20,7 @@ _PROTOCOLS = {
     Protocol.PREFIX: "the prefix's exact keys and values are encoded once: the design's protocol",
 }
 _HEAD = (
-    "layout", "plan:hot", "protocol", "text", "context", "KL mean", "bar", "KL p99",
+    "layout", "plan:hot:block", "protocol", "text", "context", "KL mean", "bar", "KL p99",
     "Δppl [95 %]", "top-1", "verdict",
 )  # fmt: skip
 

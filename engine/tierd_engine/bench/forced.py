@@ -23,7 +23,7 @@ from tierd.client import Demotion
 from tierd.codec.layout import page_layout
 from tierd.codec.registry import CODEC_NAMES, parse_codec
 from tierd.errors import InvalidArgument
-from tierd.types import CodecId, DType
+from tierd.types import BLOCK_TOKENS_DEFAULT, CodecId, DType
 from tierd.units import parse_share
 from tierd_engine import hf
 from tierd_engine.agent import HotBlocks, TransferAgent
@@ -35,10 +35,9 @@ from tierd_engine.cache import TierCache
 from tierd_engine.fidelity import own_attention
 from tierd_engine.generator import PREFILL_CHUNK_TOKENS
 from tierd_engine.session import SessionKV
+from tierd_engine.sizing import HOT_BLOCKS_MIN, size_tiers
 
-BLOCK_TOKENS = 256
 SMALLEST = "smallest"
-_HOT_BLOCKS_MIN = 2  # the attention sinks' and the open one
 _WARM_SHARE = 0.75  # the rest is cold, so that every step reads both
 _OWN_CHUNK_TOKENS = 1024
 _Q8_GROUP = 32
@@ -78,23 +77,37 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A plan and how much is hot: "near", or "stream:25%". `hot` default: two blocks."""
+    """A plan, how much is hot, tokens a block: "near", "stream:25%", "near:smallest:128".
+
+    `hot` is a size, a share of the whole KV (then blocks are as large as a job's), or "smallest":
+    two blocks.
+    """
 
     mode: PlanMode
     hot: str = SMALLEST
+    block_tokens: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> Setting:
-        """Return the setting of MODE[:HOT]. Raises InvalidArgument."""
-        mode, _, hot = text.partition(":")
+        """Return the setting of MODE[:HOT[:BLOCK]]. Raises InvalidArgument."""
+        mode, _, rest = text.partition(":")
+        hot, _, block = rest.partition(":")
         if hot and hot != SMALLEST:
             parse_share(hot, 1)
-        return cls(PlanMode.parse(mode), hot or SMALLEST)
+        if block and not block.isdecimal():
+            raise InvalidArgument(f"block tokens {block!r} of plan {text!r} are no whole number")
+        return cls(PlanMode.parse(mode), hot or SMALLEST, int(block) if block else None)
 
     @property
     def name(self) -> str:
         """As it is written."""
-        return f"{self.mode.value}:{self.hot}"
+        block = "" if self.block_tokens is None else f":{self.block_tokens}"
+        return f"{self.mode.value}:{self.hot}{block}"
+
+    @property
+    def is_share(self) -> bool:
+        """Whether what is hot grows with the context."""
+        return self.hot.endswith("%")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +154,7 @@ class ForcedRuns:
     ) -> None:
         self.model, self.ids, self.tokens = model, ids, tokens
         self.contexts = list(contexts)
-        self.heads = shape.heads
-        self.geometry = shape.geometry(DType.FLOAT32, BLOCK_TOKENS)
+        self.shape = shape
 
     def targets(self, context: int) -> list[int]:
         """Return the forced tokens: what each row of logits is to predict."""
@@ -181,18 +193,27 @@ class ForcedRuns:
 
     def _sessions(self, setting: Setting, protocol: Protocol) -> list[list[int]]:
         """Return the contexts by session: one serves all where a longer one only goes on."""
-        if protocol is Protocol.TIERS and setting.hot == SMALLEST:
+        if protocol is Protocol.TIERS and not setting.is_share:
             return [self.contexts]
         return [[context] for context in self.contexts]
 
     def _open(self, layout: Layout, setting: Setting, total: int) -> Any:
-        geometry = self.geometry
-        hot_bytes = _HOT_BLOCKS_MIN * hot_block_bytes(geometry)
-        if setting.hot != SMALLEST:
-            hot_bytes = max(hot_bytes, parse_share(setting.hot, geometry.token_bytes * total))
+        if setting.hot == SMALLEST:
+            geometry = self.shape.geometry(
+                DType.FLOAT32, setting.block_tokens or BLOCK_TOKENS_DEFAULT
+            )
+            hot_bytes = HOT_BLOCKS_MIN * hot_block_bytes(geometry)
+        else:
+            sizes = size_tiers(
+                self.shape, DType.FLOAT32, layout.codec, context_tokens=total - self.tokens,
+                max_new_tokens=self.tokens, hot=setting.hot, warm=None,
+                block_tokens=setting.block_tokens,
+            )  # fmt: skip
+            geometry = self.shape.geometry(DType.FLOAT32, sizes.block_tokens)
+            hot_bytes = sizes.hot_budget_bytes
         slots = max(2, int(geometry.blocks_for(total) * _WARM_SHARE)) * geometry.layers
         return open_session_kv(
-            geometry, layout.codec, self.heads, hot_bytes=hot_bytes,
+            geometry, layout.codec, self.shape.heads, hot_bytes=hot_bytes,
             warm_bytes=slots * page_layout(geometry, layout.codec).slot_bytes,
             total_tokens=total, plan=setting.mode,
         )  # fmt: skip
