@@ -36,6 +36,7 @@ from tierd.errors import (
     ConfigError,
     DaemonUnavailable,
     DeadlineExceeded,
+    StorageError,
     StorageFull,
     TierdError,
     TierFull,
@@ -108,7 +109,7 @@ class Daemon:
             boot_id=self.boot_id,
             target=rpc_target(self.socket),
             in_flight_calls_max=config.limits.in_flight_calls,
-            cold_device=disk.describe(),
+            cold_device=self._cold_device,
             offers=host.offers,
             drain=self.drain,
             call_done=metrics.call_done,
@@ -140,7 +141,7 @@ class Daemon:
             )
             self._log_recovery(ledger.recovery)
             cap_bytes -= SEGMENTS_RESERVED * segment_bytes
-        self._stack.callback(ledger.close)
+        self._stack.callback(self._close_ledger, ledger)
         try:
             return Store(
                 warm=TierParts(MemfdBacking(), config.warm.budget_bytes, config.warm.slab_bytes),
@@ -154,6 +155,12 @@ class Daemon:
                 f"more than {format_size(cap_bytes)}"
             ) from None
 
+    def _close_ledger(self, ledger: Ledger | VolatileLedger) -> None:
+        try:
+            ledger.close()
+        except StorageError as error:  # the next start finds what was acknowledged
+            self.log.warning("the ledger could not be closed", why=str(error))
+
     def _log_recovery(self, found: RecoveryReport) -> None:
         seconds = sum(found.seconds.values())
         self.log.info(
@@ -164,6 +171,13 @@ class Daemon:
             self.log.warning("damage found", what=damage)
         for number, token in found.lost:
             self.log.warning("a session lost pages", session=f"{number:016x}", first_token=token)
+
+    def _cold_device(self) -> str:
+        ledger = self.store.ledger
+        if ledger.failed:
+            return f"{self.disk.describe()}; read-only: {ledger.failed}"
+        lasts = "kept across restarts" if ledger.durable else "ends with the daemon"
+        return f"{self.disk.describe()}; {lasts}"
 
     def _serve_metrics(self, metrics: Metrics) -> Callable[[], None]:
         loop, port = asyncio.get_running_loop(), self.config.service.metrics_port

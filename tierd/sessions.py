@@ -15,12 +15,12 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tierd.errors import InvalidArgument, NotFound, PageMiss, TierFull
 from tierd.index import SessionIndex
 from tierd.memory.pagetable import PageTableWriter
-from tierd.types import Namespace, PageKey, Place, SessionState
+from tierd.types import CodecId, Namespace, PageKey, Place, SessionState
 
 SESSIONS_MAX = 1024
 TOKEN_BYTES = 4  # token ids are uint32
@@ -52,6 +52,7 @@ class Session:
     sealed_blocks: int = 0
     kept: bool = False
     dormant: bool = False
+    slot_sizes: dict[CodecId, int] = field(default_factory=dict)  # placement's, by codec
 
     @property
     def id(self) -> str:
