@@ -17,7 +17,11 @@ def test_raw_tiers_give_smollm2s_own_tokens_under_every_budget_and_plan() -> Non
 
 def test_int8_meets_its_fidelity_bar_and_beats_the_q8_0_layout_on_real_text() -> None:
     plan = FidelityPlan(("int8", "q8_0"), contexts=(1024,), texts=("prose",), tokens=96)
-    ours = [row for row in judged(bench_fidelity(plan)) if row.layout == "int8"]
+    said: list[str] = []
+    done: list[FidelityPlan] = []
+    rows = bench_fidelity(plan, said.append, lambda part, _: done.append(part))
+    assert len(said) == 5 and done == [plan]
+    ours = [row for row in judged(rows) if row.layout == "int8"]
     assert [row.protocol for row in ours] == ["tiers", "prefix"]
     assert all(row.verdict is Verdict.HOLDS for row in ours), ours
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,13 @@ def _exact(options: argparse.Namespace) -> int:
 
 
 def _fidelity(options: argparse.Namespace) -> int:
-    from tierd_engine.bench.fidelity import FidelityPlan, bench_fidelity, fidelity_to_dict
-    from tierd_engine.bench.fidelity_report import print_fidelity, write_report
+    from tierd_engine.bench.fidelity import (
+        FidelityPlan,
+        FidelityRow,
+        bench_fidelity,
+        fidelity_to_dict,
+    )
+    from tierd_engine.bench.fidelity_report import print_fidelity, write_report, write_table
     from tierd_engine.bench.forced import Protocol
 
     chosen = {
@@ -126,7 +132,12 @@ def _fidelity(options: argparse.Namespace) -> int:
         "seed": options.seed,
     }
     plan = FidelityPlan(**{name: value for name, value in chosen.items() if value is not None})
-    rows = bench_fidelity(plan, lambda line: print(line, file=sys.stderr, flush=True))
+
+    def keep(part: FidelityPlan, rows: list[FidelityRow]) -> None:
+        if options.output is not None:
+            write_table(options.output, part, rows)
+
+    rows = bench_fidelity(plan, partial(print, file=sys.stderr, flush=True), keep)
     printed = fidelity_to_dict(plan, rows)
     if options.output is not None:
         for path in write_report(options.output, plan, rows):

@@ -13,7 +13,7 @@ import enum
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tierd.errors import InvalidArgument
@@ -108,11 +108,16 @@ class _Key:
 
 _Scores = dict[_Key, dict[str, TokenScores]]
 Say = Callable[[str], None]
+TextDone = Callable[[FidelityPlan, list[FidelityRow]], None]
 
 
-def bench_fidelity(plan: FidelityPlan, say: Say = lambda _: None) -> list[FidelityRow]:
+def bench_fidelity(
+    plan: FidelityPlan, say: Say = lambda _: None, text_done: TextDone = lambda _, __: None
+) -> list[FidelityRow]:
     """Run the plan on SmolLM2 in float32; `say` gets a line of progress a run.
 
+    `text_done` gets, after each text, the plan of the texts so far and their rows: the whole
+    takes an hour on two cores, and what was measured should outlive an interruption.
     Rows of a layout stand together: all texts first, then one by one.
     Raises InvalidArgument if a text is too short for the longest context.
     """
@@ -123,12 +128,15 @@ def bench_fidelity(plan: FidelityPlan, say: Say = lambda _: None) -> list[Fideli
     model = hf.load_model(folder, config, DType.FLOAT32)
     tokenizer = hf.load_tokenizer(folder)
     scores: _Scores = {}
-    for text in plan.texts:
+    rows: list[FidelityRow] = []
+    for count, text in enumerate(plan.texts, 1):
         ids = tokenizer(text_of(text), add_special_tokens=False, verbose=False)["input_ids"]
         _require_long_enough(text, len(ids), plan)
         runs = ForcedRuns(model, hf.model_shape(config), ids, plan.contexts, plan.tokens)
         _run_text(runs, text, layouts, settings, plan.protocols, scores, say)
-    return make_rows(scores, plan.seed)
+        rows = make_rows(scores, plan.seed)
+        text_done(replace(plan, texts=tuple(plan.texts[:count])), rows)
+    return rows
 
 
 def _require_long_enough(text: str, length: int, plan: FidelityPlan) -> None:

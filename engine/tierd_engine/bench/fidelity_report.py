@@ -110,11 +110,17 @@ def _markdown_lines(plan: FidelityPlan, rows: Sequence[FidelityRow]) -> Iterator
             yield from (f"- {line}" for line in conclusions(rows))
 
 
-def write_report(folder: Path, plan: FidelityPlan, rows: Sequence[FidelityRow]) -> list[Path]:
-    """Write the table, and the plot where matplotlib is installed; return the files written."""
+def write_table(folder: Path, plan: FidelityPlan, rows: Sequence[FidelityRow]) -> Path:
+    """Write the Markdown file into a folder, made if need be."""
     folder.mkdir(parents=True, exist_ok=True)
     table = folder / TABLE_FILE
     table.write_text(markdown(plan, rows), encoding="utf-8")
+    return table
+
+
+def write_report(folder: Path, plan: FidelityPlan, rows: Sequence[FidelityRow]) -> list[Path]:
+    """Write the table, and the plot where matplotlib is installed; return the files written."""
+    table = write_table(folder, plan, rows)
     if find_spec("matplotlib") is None:
         print(
             "bench: no plot: matplotlib is not installed (pip install 'tierd[bench]')",
