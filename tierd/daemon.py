@@ -31,6 +31,7 @@ from tierd.disk.ledger import Ledger
 from tierd.disk.posix import PosixDisk
 from tierd.disk.recovery import RecoveryReport
 from tierd.disk.slabfiles import SlabFiles
+from tierd.disk.superblock import SUPERBLOCK_BYTES
 from tierd.disk.volatile import VolatileLedger
 from tierd.errors import (
     ConfigError,
@@ -53,8 +54,7 @@ from tierd.store import Store
 from tierd.units import SECTOR_BYTES, format_size
 
 _COLD_FREE_SHARE = 0.9  # of the free space, where no cap is set: the rest stays for others
-# Of a cap that counts every byte: five segments of journal, and one for superblock and snapshots.
-SEGMENTS_RESERVED = 6
+SEGMENTS_RESERVED = 5
 SEGMENT_BYTES_MIN = 64 << 10
 _START_SECONDS, _STOP_SECONDS = 10.0, 10.0  # an embedded daemon's; it starts in well under one
 _SCRAPE_SECONDS = 2.0
@@ -140,7 +140,7 @@ class Daemon:
                 segment_bytes=segment_bytes,
             )
             self._log_recovery(ledger.recovery)
-            cap_bytes -= SEGMENTS_RESERVED * segment_bytes
+            cap_bytes -= metadata_bytes(cap_bytes, segment_bytes)
         self._stack.callback(self._close_ledger, ledger)
         try:
             return Store(
@@ -249,6 +249,16 @@ def raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def metadata_bytes(cap_bytes: int, segment_bytes: int) -> int:
+    """Return what of a cap, which counts every byte, is for other files than slabs.
+
+    Journal: SNAPSHOT_SEGMENTS and the one that is written. The superblock and its successor.
+    Two snapshots and one under way: 44 bytes a page, and a page has 12 KiB or more.
+    """
+    room = SEGMENTS_RESERVED * segment_bytes + 2 * SUPERBLOCK_BYTES + cap_bytes // 64
+    return min(room // SECTOR_BYTES * SECTOR_BYTES, cap_bytes)
 
 
 def journal_bytes(cap_bytes: int) -> int:
