@@ -261,6 +261,18 @@ class SlabPool:
         """Return how many slots `reserve` could hand out: free ones and ones to be added."""
         return self._counts[FREE] + self._budget.remaining_bytes // self.slot_bytes
 
+    def slots_within(self, remaining_bytes: int, slots: int) -> tuple[int, int]:
+        """Return how many slots the slabs hold that would be added for `slots`, and what is left.
+
+        Both of `remaining_bytes` of the budget; fewer than `slots` where it ends.
+        """
+        added = 0
+        while added < slots and remaining_bytes >= self.slot_bytes:
+            more = min(self._slots_per_slab, remaining_bytes // self.slot_bytes)
+            added += more
+            remaining_bytes -= more * self.slot_bytes
+        return added, remaining_bytes
+
     def counts(self) -> SlotCounts:
         """Return the slots by state."""
         return SlotCounts(*self._counts)
