@@ -35,7 +35,7 @@ SLAB = SlabRecord(7, bytes(16), 8192, 12)
 OTHER = {
     "geometry": Geometry(3, 1, 64, DType.FLOAT32, 16), "weights_digest": "x", "codec": CodecId.RAW,
     "revision": "r", "adapters": "a", "rope": "p", "rank_map": "m", "tenant_salt": "s",
-    "format_version": 2,
+    "format_version": 2, "codec_layers": "0=raw",
 }  # fmt: skip
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.binary(max_size=50)

@@ -128,7 +128,9 @@ class FakeDaemon:
 
     def abort(self, demotion: Any) -> None:
         self.aborted += 1
-        for slab, slot in zip(demotion.slab.ravel().tolist(), demotion.slot.ravel().tolist(), strict=True):
+        for slab, slot in zip(
+            demotion.slab.ravel().tolist(), demotion.slot.ravel().tolist(), strict=True
+        ):
             self.slabs[slab].free.append(slot)
 
     def truncate(self, first_block: int, *, damaged_layer: int | None = None) -> None:

@@ -206,19 +206,20 @@ class StoreMachine(RuleBasedStateMachine):
         pick=picks,
         hot=st.permutations(range(BLOCKS)),
         need=st.integers(1, 3),
-        codec=st.sampled_from([None, None, CodecId.RAW]),
+        codecs=st.none() | st.tuples(*[st.sampled_from([CodecId.INT8, CodecId.RAW])] * LAYERS),
         at_once=st.booleans(),
     )
     def demote(
-        self, pick: int, hot: list[int], need: int, codec: CodecId | None, at_once: bool
-    ) -> None:
+        self, pick: int, hot: list[int], need: int, codecs: tuple[CodecId, ...] | None,
+        at_once: bool,
+    ) -> None:  # fmt: skip
         session = self.pick(pick, owned=True)
         if session is None:
             return
         engine = session.engine_id
         try:
             plan = self.store.plan_demotion(
-                engine, session.number, hot, need, codec=codec, include_first=True
+                engine, session.number, hot, need, codecs=codecs, include_first=True
             )
         except (TierFull, InvalidArgument):
             return

@@ -10,7 +10,7 @@ from tierd.types import CodecId, DType, Geometry, Namespace, Place, Tier
 
 GEOMETRY = Geometry(2, 3, 20, DType.BFLOAT16, 64)
 NAMESPACE = Namespace(
-    GEOMETRY, "weights", CodecId.RAW, "main", "adapters", "rope", "ranks", "salt", 7
+    GEOMETRY, "weights", CodecId.RAW, "main", "adapters", "rope", "ranks", "salt", 7, "1=int8"
 )
 
 
@@ -58,7 +58,8 @@ def test_a_plan_travels_by_columns() -> None:
         for block, codec in enumerate([CodecId.RAW, CodecId.INT8])
     ]
     reply = wire.plan_to_wire(9, [0, 5], places)
-    assert list(reply.blocks) == [0, 5] and reply.codecs == bytes([1, 2])
+    assert list(reply.blocks) == [0, 5] and reply.codecs == bytes([1, 1, 1, 2, 2, 2])
+    assert wire.codec_column(reply.codecs, 2).tolist() == [[1, 1, 1], [2, 2, 2]]
     assert wire.u32_column(reply.slabs, 2).tolist() == [[1, 1, 1], [2, 2, 2]]
     assert wire.u32_column(reply.slots, 2).tolist() == [[0, 1, 2], [10, 11, 12]]
     assert (wire.u32_column(reply.generations, 2) == 2**32 - 1).all()
