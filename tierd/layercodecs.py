@@ -51,6 +51,22 @@ class CodecChoice:
     base: CodecId
     layers: str = ""
 
+    def per_layer(self, layers: int) -> tuple[CodecId, ...]:
+        """Return the codec of each layer. Raises InvalidArgument for a text that is not right."""
+        codecs = [self.base] * layers
+        named: dict[int, CodecId] = {}
+        for part in self.layers.split(",") if self.layers else ():
+            _add(named, part, self.layers)
+        for layer, codec in named.items():
+            if layer >= layers:
+                raise InvalidArgument(
+                    f"codec {self} names layer {layer}; the model has layers 0 to {layers - 1}"
+                )
+            codecs[layer] = codec
+        if format_layers(self.base, named) != self.layers:
+            raise InvalidArgument(f"codec_layers {self.layers!r} is not in canonical form")
+        return tuple(codecs)
+
     def __str__(self) -> str:
         parts = [_PREFIX + part for part in self.layers.split(",") if part]
         return ",".join([self.base.name.lower(), *parts])
@@ -112,18 +128,5 @@ def describe_codecs(base: CodecId, codecs: Sequence[CodecId]) -> str:
 @lru_cache(maxsize=256)
 def layer_codecs(namespace: Namespace) -> tuple[CodecId, ...]:
     """Return the codec of each layer. Raises InvalidArgument for a text that is not canonical."""
-    base, layers = namespace.codec, namespace.geometry.layers
-    codecs = [base] * layers
-    named: dict[int, CodecId] = {}
-    for part in namespace.codec_layers.split(",") if namespace.codec_layers else ():
-        _add(named, part, namespace.codec_layers)
-    for layer, codec in named.items():
-        if layer >= layers:
-            raise InvalidArgument(
-                f"codec {CodecChoice(base, namespace.codec_layers)!s} names layer {layer}; "
-                f"the model has layers 0 to {layers - 1}"
-            )
-        codecs[layer] = codec
-    if format_layers(base, named) != namespace.codec_layers:
-        raise InvalidArgument(f"codec_layers {namespace.codec_layers!r} is not in canonical form")
-    return tuple(codecs)
+    choice = CodecChoice(namespace.codec, namespace.codec_layers)
+    return choice.per_layer(namespace.geometry.layers)

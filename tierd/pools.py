@@ -10,20 +10,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from tierd.memory.slabs import ByteBudget, SlabBacking, SlabNumbering, SlabPool, SlotRef
+from tierd.memory.slabs import (
+    SLABS_PER_TIER_MIN,
+    ByteBudget,
+    SlabBacking,
+    SlabNumbering,
+    SlabPool,
+    SlotRef,
+    smallest_budget,
+)
 from tierd.types import Tier
-
-# A tier holds several pools (namespaces; the exact first blocks beside encoded ones), and
-# room passes from one to another a whole slab at a time: a slab is at most 1/16 of a tier.
-SLABS_PER_TIER_MIN = 16
-
-
-def smallest_budget(needed_bytes: int, sizes: int) -> int:
-    """Return a tier's budget that holds slots of `sizes` sizes, `needed_bytes` in all.
-
-    Each size but the last may leave a part of a slab unused: 1/SLABS_PER_TIER_MIN at most.
-    """
-    return -(-needed_bytes * SLABS_PER_TIER_MIN // (SLABS_PER_TIER_MIN + 1 - sizes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tierd.client import Client, Demotion, SessionHandle
 from tierd.codec import digest_pages, encode_pages
 from tierd.codec.layout import HEADER_BYTES, page_layout
-from tierd.errors import CodecError
+from tierd.errors import BudgetTooSmall, CodecError
 from tierd.types import CodecId, Geometry
 from tierd_engine.arena import HotArena
 
@@ -45,6 +45,7 @@ class TransferAgent:
         self._arena = arena
         self._geometry: Geometry = arena.geometry
         self.codecs: Sequence[CodecId] | None = None  # a codec a layer; None: the namespace's
+        self.codecs_refused = False
         self.demoted_blocks = 0
         self.raw_fallback_blocks = 0
         self.encoded_bytes = 0
@@ -60,15 +61,14 @@ class TransferAgent:
         """Move `need_blocks` of the candidates below the hot tier.
 
         A block that the session's codec cannot encode (NaN, infinity, out of
-        range) goes down as `raw` instead, and is counted. Raises TierFull or
+        range) goes down as `raw` instead, and is counted. Where warm can never hold
+        a block of `codecs`, the namespace's are used from there on. Raises TierFull or
         DaemonUnavailable; blocks not yet published then stay hot.
         """
         remaining = list(candidates)
         moved = 0
         while moved < need_blocks:
-            demotion = self._session.plan_demotion(
-                remaining, need_blocks - moved, codecs=self.codecs, include_first=include_first
-            )
+            demotion = self._plan(remaining, need_blocks - moved, include_first)
             try:
                 self._carry(demotion, hot)
             except CodecError:
@@ -76,11 +76,23 @@ class TransferAgent:
             moved += len(demotion.blocks)
             remaining = [block for block in remaining if block not in demotion.blocks]
 
+    def _plan(self, blocks: Sequence[int], need_blocks: int, include_first: bool) -> Demotion:
+        def ask() -> Demotion:
+            return self._session.plan_demotion(
+                blocks, need_blocks, codecs=self.codecs, include_first=include_first
+            )
+
+        try:
+            return ask()
+        except BudgetTooSmall:
+            if self.codecs is None:
+                raise
+            self.codecs, self.codecs_refused = None, True
+            return ask()
+
     def _carry_as_raw(self, blocks: Sequence[int], hot: HotBlocks, include_first: bool) -> None:
         for block in blocks:
-            demotion = self._session.plan_demotion(
-                [block], 1, codecs=self.codecs, include_first=include_first
-            )
+            demotion = self._plan([block], 1, include_first)
             try:
                 self._carry(demotion, hot)
             except CodecError:

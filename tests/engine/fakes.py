@@ -128,10 +128,8 @@ class FakeDaemon:
 
     def abort(self, demotion: Any) -> None:
         self.aborted += 1
-        for slab, slot in zip(
-            demotion.slab.ravel().tolist(), demotion.slot.ravel().tolist(), strict=True
-        ):
-            self.slabs[slab].free.append(slot)
+        for slab, slot in zip(demotion.slab.flat, demotion.slot.flat, strict=True):
+            self.slabs[int(slab)].free.append(int(slot))
 
     def truncate(self, first_block: int, *, damaged_layer: int | None = None) -> None:
         self.truncations.append((first_block, damaged_layer))
