@@ -50,7 +50,7 @@ KL_LIMITS = {
     CodecId.INT4: 1.5e-3,
     CodecId.FP8: 1.5e-3,
 }
-QUERIES = 8  # per layer, of every head: 72 outputs a layer in the smallest model
+QUERIES = 4  # per layer, of every head: 36 outputs a layer in the smallest model
 MEASURED_TOKENS = 256
 RECENT_TOKENS_MAX = 128  # half a block: what an open block holds on the average
 

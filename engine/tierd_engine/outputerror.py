@@ -20,7 +20,7 @@ from tierd.codec.layout import page_layout
 from tierd.types import CodecId
 from tierd_engine.arena import HotArena
 
-SINK_TOKENS = 64
+SINK_TOKENS = 16
 _PASS_BYTES = 8 << 20  # of exact keys and values: what a layer's sums touch stays in the caches
 
 

@@ -45,6 +45,20 @@ JUNK = st.recursive(
 )  # fmt: skip
 
 
+def test_a_namespace_of_before_there_were_exceptions_is_read() -> None:
+    items = namespace_items(NAMESPACE)
+    assert len(items[1]) == 8 and namespace_of(items) == NAMESPACE
+    layered = dataclasses.replace(NAMESPACE, codec_layers="0=raw")
+    assert namespace_items(layered)[1] == [*items[1], "0=raw"]
+
+
+@pytest.mark.parametrize("text", ["0=int3", "9999=raw", "1=raw,0=raw", 7])
+def test_exceptions_that_are_none_of_the_namespaces_layers_are_refused(text: object) -> None:
+    shape, own = namespace_items(NAMESPACE)
+    with pytest.raises(StorageError):
+        namespace_of([shape, [*own, text]])
+
+
 def test_a_row_is_44_packed_bytes() -> None:
     assert PAGE_ROW.itemsize == 44
     names = ("session", "block", "layer", "codec", "slab", "slot", "generation", "digest")

@@ -52,6 +52,22 @@ def test_a_namespace_without_codec_is_refused() -> None:
         wire.namespace_from_wire(message)
 
 
+def test_exceptions_that_are_not_canonical_are_refused() -> None:
+    message = wire.namespace_to_wire(NAMESPACE)
+    message.codec_layers = "2=int8"
+    with pytest.raises(InvalidArgument, match="layers 0 to 1"):
+        wire.namespace_from_wire(message)
+
+
+def test_codecs_a_layer_travel_as_bytes() -> None:
+    codecs = [CodecId.INT8, CodecId.RAW]
+    assert wire.codecs_of(wire.codecs_to_wire(codecs)) == codecs
+    assert wire.codecs_of(wire.codecs_to_wire(None)) is None
+    for wrong in (bytes([2, 0]), bytes([99])):
+        with pytest.raises(InvalidArgument, match="codec"):
+            wire.codecs_of(wrong)
+
+
 def test_a_plan_travels_by_columns() -> None:
     places = [
         [Place(Tier.WARM, codec, 1 + block, 10 * block + layer, 2**32 - 1) for layer in range(3)]
