@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tierd.errors import InvalidArgument, NotFound, PageMiss, TierFull
 from tierd.index import SessionIndex
@@ -55,6 +55,7 @@ class Session:
     kept: bool = False
     dormant: bool = False
     page_codecs: tuple[CodecId, ...] = ()
+    slot_sizes: dict[CodecId, int] = field(default_factory=dict)  # placement's, by codec
 
     def __post_init__(self) -> None:
         self.page_codecs = self.page_codecs or layer_codecs(self.namespace)

@@ -109,9 +109,7 @@ class Traffic:
     def finish(self, moves: Sequence[Move]) -> None:
         """The bytes are there: publish each page at its new place, unless it has gone."""
         now_seconds = self._clock.monotonic()
-        for move in moves:
-            if not self._placement.finish_move(move):
-                continue
+        for move in self._placement.finish_moves(moves):
             if move.keeps_source:
                 self.counts["backups"] += 1
             elif move.destination.tier is Tier.COLD:

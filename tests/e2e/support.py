@@ -192,7 +192,7 @@ class Respawner:
     def next(self) -> None:
         """Wait until the next daemon is there."""
         assert self._parent.stdout is not None
-        self.pid = int(self._parent.stdout.readline())
+        self.pid = int(self._parent.stdout.readline().split()[1])
 
     def kill(self) -> None:
         """Kill the daemon and wait for the next."""
