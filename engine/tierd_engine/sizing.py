@@ -23,6 +23,9 @@ from tierd_engine.hf import ModelShape
 
 SHARE_DEFAULT = "25%"
 HOT_BLOCKS_MIN = 2  # block 0 (attention sinks) and the open block
+# And the newest full one: else an open block's first tokens have no exact ones just before them.
+# Smaller blocks in the same hot bytes then halve the mean KL of k8v4 (docs/fidelity.md).
+HOT_BLOCKS_WANTED = 3
 # The cold tier's last slab is whole, and a slab file is at most 256 MiB or the need itself.
 _COLD_SLACK_BYTES = 1 * MIB
 
@@ -120,16 +123,21 @@ def _block_bytes(geometry: Geometry, choice: CodecChoice) -> tuple[int, int]:
 def _choose_geometry(
     shape: ModelShape, dtype: DType, total: int, hot: str | None, block_tokens: int | None
 ) -> tuple[Geometry, int]:
-    """Return the geometry with the largest block of which the hot budget holds two, and that."""
+    """Return the geometry with the largest block of which the hot budget holds three, and that.
+
+    Of the smallest block, or of `block_tokens` if given, two are enough.
+    """
     tokens = BLOCK_TOKENS_DEFAULT if block_tokens is None else block_tokens
     while True:
         geometry = shape.geometry(dtype, tokens)
-        need = min(HOT_BLOCKS_MIN, geometry.blocks_for(total))
+        is_last = block_tokens is not None or tokens == BLOCK_TOKENS_MIN
+        wanted = HOT_BLOCKS_MIN if is_last else HOT_BLOCKS_WANTED
+        need = min(wanted, geometry.blocks_for(total))
         smallest = need * hot_block_bytes(geometry)
         budget = _hot_budget(hot, geometry, total)
         if budget >= smallest:
             return geometry, budget
-        if block_tokens is not None or tokens == BLOCK_TOKENS_MIN:
+        if is_last:
             break
         tokens //= 2
     if hot is None:

@@ -48,6 +48,13 @@ def test_large_budgets_use_the_default_block() -> None:
     assert _size(4096, "10%").block_tokens == 128
 
 
+def test_hot_holds_a_full_block_beside_the_first_and_the_open_one_where_smaller_blocks_do() -> None:
+    hot_tokens = [_size(context, "25%").hot_bytes // 46080 for context in (1900, 2900, 3000)]
+    blocks = [_size(context, "25%").block_tokens for context in (1900, 2900, 3000)]
+    assert blocks == [128, 128, 256]
+    assert [tokens // block for tokens, block in zip(hot_tokens, blocks, strict=True)] == [3, 5, 3]
+
+
 def test_a_hot_budget_too_small_names_the_smallest_and_the_smallest_works() -> None:
     with pytest.raises(BudgetTooSmall) as raised:
         _size(4096, "1000")
