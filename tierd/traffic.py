@@ -66,6 +66,15 @@ class Traffic:
             page_bytes=page_bytes,
         )
 
+    def slots_bytes(self, keys: Collection[PageKey]) -> int:
+        """Return the bytes of these pages' slots, those below hot."""
+        sizes_bytes = 0
+        for key in keys:
+            session = self._book.find(key.session)
+            if page := session.index.get(key.layer, key.block):
+                sizes_bytes += self._placement.slot_bytes(session, page.place.codec)
+        return sizes_bytes
+
     def pages_in(self, tier: Tier, session: Session, blocks: Sequence[int]) -> list[PageKey]:
         """Return the pages of `blocks` that are in `tier`, block by block."""
         return [
