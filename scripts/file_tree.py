@@ -25,6 +25,7 @@ SAID = {
     "scripts/bench": "Measures, beside this machine's limits.",
     "scripts/torture": "Power cuts, kills and faults on the cold tier's records, for hours.",
     "scripts/proto": "Writes tierd/rpc/v1 from the wire contract.",
+    "docs/fidelity.md": "What each codec costs on real text, measured.",
     "constraints.txt": "The lock: every package, pinned.",
 }
 
