@@ -26,6 +26,7 @@ SAID = {
     "scripts/gpu-compile": "Compiles every GPU kernel without a GPU; one that spills fails.",
     "scripts/torture": "Power cuts, kills and faults on the cold tier's records, for hours.",
     "scripts/proto": "Writes tierd/rpc/v1 from the wire contract.",
+    "docs/fidelity.md": "What each codec costs on real text, measured.",
     "constraints.txt": "The lock: every package, pinned.",
 }
 

@@ -31,6 +31,7 @@ from tierd.disk.ledger import Ledger
 from tierd.disk.posix import PosixDisk
 from tierd.disk.recovery import RecoveryReport
 from tierd.disk.slabfiles import SlabFiles
+from tierd.disk.superblock import SUPERBLOCK_BYTES
 from tierd.disk.volatile import VolatileLedger
 from tierd.errors import (
     ConfigError,
@@ -53,8 +54,7 @@ from tierd.store import Store
 from tierd.units import SECTOR_BYTES, format_size
 
 _COLD_FREE_SHARE = 0.9  # of the free space, where no cap is set: the rest stays for others
-# Of a cap that counts every byte: five segments of journal, and one for superblock and snapshots.
-SEGMENTS_RESERVED = 6
+SEGMENTS_RESERVED = 5
 SEGMENT_BYTES_MIN = 64 << 10
 _START_SECONDS, _STOP_SECONDS = 10.0, 10.0  # an embedded daemon's; it starts in well under one
 _SCRAPE_SECONDS = 2.0
@@ -133,14 +133,21 @@ class Daemon:
             ledger = VolatileLedger(secrets.token_bytes(16))
         else:
             segment_bytes = journal_bytes(cap_bytes)
-            ledger = Ledger.open(
-                disk,
-                new_uuid=lambda: secrets.token_bytes(16),
-                clock=clock,
-                segment_bytes=segment_bytes,
-            )
+            try:
+                ledger = Ledger.open(
+                    disk,
+                    new_uuid=lambda: secrets.token_bytes(16),
+                    clock=clock,
+                    segment_bytes=segment_bytes,
+                )
+            except StorageFull as error:
+                needed_bytes = segment_bytes + SUPERBLOCK_BYTES
+                raise StorageFull(
+                    f"{error}; a start needs {format_size(needed_bytes)} free. What is kept "
+                    "there is untouched"
+                ) from None
             self._log_recovery(ledger.recovery)
-            cap_bytes -= SEGMENTS_RESERVED * segment_bytes
+            cap_bytes -= metadata_bytes(cap_bytes, segment_bytes)
         self._stack.callback(self._close_ledger, ledger)
         try:
             return Store(
@@ -150,9 +157,13 @@ class Daemon:
                 clock=clock,
             )
         except TierFull:
+            slabs_bytes = sum(slab.size_bytes for slab in ledger.slabs().values())
+            # Of twice the slabs, so surely enough for what is less.
+            other_bytes = metadata_bytes(2 * slabs_bytes, journal_bytes(2 * slabs_bytes))
             raise ConfigError(
-                f"cold.cap_bytes: {disk.folder} holds {format_size(disk.used_bytes())} already, "
-                f"more than {format_size(cap_bytes)}"
+                f"cold.cap_bytes: {disk.folder} has {format_size(slabs_bytes)} of slabs, and the "
+                f"cap leaves {format_size(cap_bytes)} for them; "
+                f"{format_size(slabs_bytes + other_bytes)} are enough"
             ) from None
 
     def _close_ledger(self, ledger: Ledger | VolatileLedger) -> None:
@@ -174,6 +185,10 @@ class Daemon:
 
     def _cold_device(self) -> str:
         ledger = self.store.ledger
+        try:
+            self.disk.require_there()
+        except StorageError as error:
+            return str(error)
         if ledger.failed:
             return f"{self.disk.describe()}; read-only: {ledger.failed}"
         lasts = "kept across restarts" if ledger.durable else "ends with the daemon"
@@ -249,6 +264,16 @@ def raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def metadata_bytes(cap_bytes: int, segment_bytes: int) -> int:
+    """Return what of a cap, which counts every byte, is for other files than slabs.
+
+    Journal: SNAPSHOT_SEGMENTS and the one that is written. The superblock and its successor.
+    Two snapshots and one under way: 44 bytes a page, and a page has 12 KiB or more.
+    """
+    room = SEGMENTS_RESERVED * segment_bytes + 2 * SUPERBLOCK_BYTES + cap_bytes // 64
+    return min(room // SECTOR_BYTES * SECTOR_BYTES, cap_bytes)
 
 
 def journal_bytes(cap_bytes: int) -> int:

@@ -190,13 +190,19 @@ def check_token_ids(config: Any, token_ids: list[int]) -> None:
 
 
 def namespace_for(
-    folder: Path, shape: ModelShape, dtype: DType, codec: CodecId, block_tokens: int
+    folder: Path,
+    shape: ModelShape,
+    dtype: DType,
+    codec: CodecId,
+    block_tokens: int,
+    codec_layers: str = "",
 ) -> Namespace:
     """Return the namespace of this model's KV."""
     return Namespace(
         geometry=shape.geometry(dtype, block_tokens),
         weights_digest=weights_digest(folder),
         codec=codec,
+        codec_layers=codec_layers,
         rope=shape.rope,
     )
 

@@ -18,13 +18,21 @@ import numpy as np
 import torch
 
 from tierd.client import Client, SessionHandle
-from tierd.codec import parse_codec
-from tierd.errors import InvalidArgument, LayoutMismatch
+from tierd.errors import (
+    DaemonUnavailable,
+    DeadlineExceeded,
+    InvalidArgument,
+    LayoutMismatch,
+    TierdError,
+)
+from tierd.layercodecs import layer_codecs, parse_codec_choice
 from tierd.types import CodecId, DType, Namespace, SessionState
 from tierd_engine import hf
 from tierd_engine.attention.plan import PlanMode
 from tierd_engine.fidelity import compare_with_own_cache
 from tierd_engine.generator import Generator
+from tierd_engine.guard import QualityGuard
+from tierd_engine.link import AGAIN_SECONDS, REJOIN_SECONDS
 from tierd_engine.prompt import TextStream, build_followup, build_prompt, follow
 from tierd_engine.report import JobReport, build_report
 from tierd_engine.session import SessionKV
@@ -38,7 +46,8 @@ class JobSpec:
 
     `context_tokens`: exact length of the prompt, the document cut to fit; None
     takes the whole document. `hot`, `warm` None: see sizing.py. `block_tokens` None:
-    the largest of 256..16 of which the hot budget holds two. `codec` None: int8.
+    the largest of 256..16 of which the hot budget holds two. `codec` None: int8; it may
+    name layers (layercodecs.py). `guard`: layers that it harms get a better one (guard.py).
     `keep`: suspend the session at the end, so that another job can `resume` it
     by its id and ask more, without the document. A resumed session has its own
     codec and block size, and is kept again unless `drop`; if the job fails or is
@@ -62,6 +71,7 @@ class JobSpec:
     keep: bool = False
     resume: str | None = None
     drop: bool = False
+    guard: bool = True
 
     @property
     def keeps(self) -> bool:
@@ -144,14 +154,14 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
     tokenizer = hf.load_tokenizer(folder)
     if held is None:
         ids = build_prompt(tokenizer, spec.document, spec.prompt, spec.context_tokens).token_ids
-        codec, block_tokens, context = (
-            parse_codec(spec.codec or "int8"),
+        choice, block_tokens, context = (
+            parse_codec_choice(spec.codec or "int8"),
             spec.block_tokens,
             len(ids),
         )
     else:
         ids = build_followup(tokenizer, spec.prompt)
-        codec, block_tokens = parse_codec(held["codec"]), int(held["block_tokens"])
+        choice, block_tokens = parse_codec_choice(held["codec"]), int(held["block_tokens"])
         context = int(held["tokens"]) + len(ids)
         dtype = _held_dtype(spec, held, folder, shape)
     hf.check_token_ids(config, ids)
@@ -159,7 +169,9 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
     sizes = size_tiers(
         shape,
         dtype,
-        codec,
+        choice.base,
+        codec_layers=choice.layers,
+        guarded=spec.guard,
         context_tokens=context,
         max_new_tokens=spec.max_new_tokens,
         hot=spec.hot,
@@ -170,7 +182,9 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
     if socket is not None:
         with Client.connect(socket, kind="tool") as client:
             check_daemon_room(sizes, client.stats(), resumed=held is not None)
-    namespace = hf.namespace_for(folder, shape, dtype, codec, sizes.block_tokens)
+    namespace = hf.namespace_for(
+        folder, shape, dtype, choice.base, sizes.block_tokens, choice.layers
+    )
     return PreparedJob(
         spec, folder, config, shape, tokenizer, ids, namespace, plan, sizes, socket is not None
     )
@@ -192,8 +206,10 @@ def _held_dtype(spec: JobSpec, held: dict[str, Any], folder: Path, shape: hf.Mod
 
     The daemon knows a namespace by its digest alone: what could have made it is tried.
     """
-    codec, block_tokens = parse_codec(held["codec"]), int(held["block_tokens"])
-    wanted = hf.namespace_for(folder, shape, DType.FLOAT32, codec, block_tokens)
+    choice, block_tokens = parse_codec_choice(held["codec"]), int(held["block_tokens"])
+    wanted = hf.namespace_for(
+        folder, shape, DType.FLOAT32, choice.base, block_tokens, choice.layers
+    )
 
     def dtype_of(namespace: Namespace) -> DType | None:
         for dtype in DType:
@@ -250,7 +266,7 @@ def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
     use_all_cores()
     events.working("loading the model")
     model = hf.load_model(job.folder, job.config, job.dtype)
-    with Client.connect(socket) as client, _owned_session(job, client, events) as handle:
+    with _owned_session(job, socket, events) as (client, handle):
         kv = SessionKV(
             client,
             handle,
@@ -258,10 +274,12 @@ def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
             job.sizes.hot_budget_bytes,
             job.sizes.total_tokens,
             job.plan,
+            QualityGuard(job.namespace, job.shape.heads) if job.spec.guard else None,
         )
         try:
             events.working("compiling the kernels (kept for the next run)")
-            warm_up(kv.geometry, job.shape.heads, job.codec, kv.executors.staging)
+            others = kv.guard.codecs() if kv.guard else layer_codecs(job.namespace)
+            warm_up(kv.geometry, job.shape.heads, job.codec, kv.executors.staging, others)
             return _run_session(job, model, client, kv, events)
         except BaseException:
             kv.cancel()  # leaves the epoch: nothing below is read any more
@@ -271,19 +289,45 @@ def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
 
 
 @contextlib.contextmanager
-def _owned_session(job: PreparedJob, client: Client, events: JobEvents) -> Iterator[SessionHandle]:
+def _owned_session(
+    job: PreparedJob, socket: str, events: JobEvents
+) -> Iterator[tuple[Client, SessionHandle]]:
     """Open or resume the job's session. At the end it is closed, unless it was suspended.
 
     The daemon keeps a resumed one as it was unless the job is done and drops it: whatever
     ends this process, nothing that was kept is lost.
     """
-    spec = job.spec
-    if spec.resume is None:
-        handle = client.open_session(job.namespace, job.sizes.total_tokens)
-    else:
-        handle = client.resume(spec.resume, job.namespace, job.sizes.total_tokens)
+    client, handle = _opened(job, socket)
+    with client:
+        yield from _closed_after(job.spec, client, handle, events)
+
+
+def _opened(job: PreparedJob, socket: str) -> tuple[Client, SessionHandle]:
+    """Connect and open. The daemon answered when the job was prepared: if it has died since,
+    the next one is waited for, as it is later on."""
+    give_up_at = time.monotonic() + REJOIN_SECONDS
+    while True:
+        client: Client | None = None
+        try:
+            client = Client.connect(socket)
+            tokens = job.sizes.total_tokens
+            if job.spec.resume is None:
+                return client, client.open_session(job.namespace, tokens)
+            return client, client.resume(job.spec.resume, job.namespace, tokens)
+        except TierdError as error:
+            if client is not None:
+                client.close()
+            gone = isinstance(error, DaemonUnavailable) and not isinstance(error, DeadlineExceeded)
+            if not gone or time.monotonic() >= give_up_at:
+                raise
+        time.sleep(AGAIN_SECONDS)
+
+
+def _closed_after(
+    spec: JobSpec, client: Client, handle: SessionHandle, events: JobEvents
+) -> Iterator[tuple[Client, SessionHandle]]:
     try:
-        yield handle
+        yield client, handle
     except BaseException:
         handle.close()
         if spec.resume is not None:
@@ -296,7 +340,7 @@ def _run_session(
     job: PreparedJob, model: Any, client: Client, kv: SessionKV, events: JobEvents
 ) -> JobReport:
     generator = Generator(model, kv)
-    before = client.stats()
+    before = kv.link.run(client.stats)
     ids = job.prompt_ids
     if job.spec.resume is not None:
         held = [int(token) for token in kv.handle.token_ids]
@@ -316,7 +360,7 @@ def _run_session(
         events.note("verifying against the model's own full-precision cache")
         events.working("verifying")
         fidelity = compare_with_own_cache(model, prompt_ids, new_ids, kept)
-    stats = before, client.stats()
+    stats = before, kv.link.run(client.stats)
     report = build_report(job, stats, generator, timings, len(new_ids), text, fidelity)
     if job.spec.keeps:
         kv.suspend(np.array([*prompt_ids, *new_ids], dtype=np.uint32))
