@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tests.codec.pages import Pages, hot_pages, normal, shape_of, stored
 from tierd.codec import page_layout
 from tierd.codec.reference import decode_page, encode_page, narrowed
 from tierd.errors import InvalidArgument
 from tierd.types import CodecId, DType, Geometry
-from tierd_engine.gpu.encoding import decode_pages, encode_pages
+from tierd_engine.gpu.encoding import _folded, decode_pages, encode_pages
 
 # NumPy, which the interpreter computes with, warns of what the kernels then discard.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -107,10 +109,28 @@ def test_a_value_that_cannot_be_encoded_marks_its_page_and_no_other(
         np.testing.assert_array_equal(out.rows[page], encode_page(hot.rows[page], layout)[0])
 
 
-def test_nan_is_named_before_range_when_a_page_has_both() -> None:
+@pytest.mark.parametrize("pair", [(1e6, np.nan), (np.nan, 1e6)])
+def test_nan_is_named_before_range_when_a_page_has_both(pair: tuple[float, float]) -> None:
     x = normal(F32)
-    x[0, 0, 0, 0, 0], x[0, 1, 1, 15, 19] = 1e6, np.nan
+    x[0, 0, 0, 0, 0], x[0, 1, 1, 15, 19] = pair
     assert encoded(hot_pages(x, F32), F32)[1] == [1]
+
+
+@triton.jit
+def fold_kernel(lanes: tl.tensor, sums: tl.tensor) -> None:
+    row, lane = tl.arange(0, 64), tl.arange(0, 16)
+    tl.store(sums + row, _folded(tl.load(lanes + row[:, None] * 16 + lane[None, :]), 64))
+
+
+def test_lanes_are_folded_in_the_references_order() -> None:
+    # A wrong order moves a float32's last bit, which float16 nearly always hides.
+    lanes = np.random.default_rng().lognormal(0.0, 3.0, (64, 16)).astype(np.float32)
+    sums = torch.full((64,), torch.nan)
+    fold_kernel[(1,)](torch.tensor(lanes), sums)
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    np.testing.assert_array_equal(sums.numpy(), lanes[:, 0])
 
 
 def test_what_stood_in_the_slot_before_leaves_no_trace() -> None:
