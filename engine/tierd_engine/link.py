@@ -33,6 +33,7 @@ class DaemonLink:
 
     def __init__(self, client: Client, handle: SessionHandle, rejoined: Callable[[], None]) -> None:
         self.rejoin_seconds = REJOIN_SECONDS
+        self.waits: Callable[[float], None] = lambda seconds: None  # told when a wait begins
         self.rejoins = 0
         self.pages_handed = 0
         self._client = client
@@ -74,6 +75,7 @@ class DaemonLink:
 
     def _wait(self, give_up_at: float) -> bool:
         """Wait for a daemon and hand over; say whether there is one before `give_up_at`."""
+        self.waits(max(0.0, give_up_at - time.monotonic()))
         while time.monotonic() < give_up_at:
             if self._client.lost:  # one that drains answers "no" for a while before it goes
                 try:

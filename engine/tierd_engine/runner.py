@@ -71,6 +71,7 @@ class JobSpec:
     keep: bool = False
     resume: str | None = None
     drop: bool = False
+    rejoin_seconds: float = REJOIN_SECONDS
     guard: bool = True
 
     @property
@@ -276,6 +277,10 @@ def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
             job.plan,
             QualityGuard(job.namespace, job.shape.heads) if job.spec.guard else None,
         )
+        kv.link.rejoin_seconds = job.spec.rejoin_seconds
+        kv.link.waits = lambda seconds: events.note(
+            f"the daemon at {socket} is gone; waiting up to {seconds:.0f} s for the next one"
+        )
         try:
             events.working("compiling the kernels (kept for the next run)")
             others = kv.guard.codecs() if kv.guard else layer_codecs(job.namespace)
@@ -305,7 +310,7 @@ def _owned_session(
 def _opened(job: PreparedJob, socket: str) -> tuple[Client, SessionHandle]:
     """Connect and open. The daemon answered when the job was prepared: if it has died since,
     the next one is waited for, as it is later on."""
-    give_up_at = time.monotonic() + REJOIN_SECONDS
+    give_up_at = time.monotonic() + job.spec.rejoin_seconds
     while True:
         client: Client | None = None
         try:

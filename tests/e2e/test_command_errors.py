@@ -64,9 +64,11 @@ def the_line(done: subprocess.CompletedProcess[str], code: int) -> str:
     """Return the one line of a refusal, after checking that it is one."""
     assert done.returncode == code, (done.returncode, done.stderr)
     assert done.stdout == ""
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("tierd: error: ")
-    return done.stderr
+    # On a slow machine a line of progress comes first, each ten seconds.
+    lines = [line for line in done.stderr.splitlines(True) if not line.endswith(" so far\n")]
+    (line,) = lines
+    assert line.startswith("tierd: error: ")
+    return line
 
 
 def test_a_document_that_is_missing_empty_or_no_text_is_refused(
@@ -122,7 +124,7 @@ def test_a_job_whose_daemon_is_killed_ends_with_one_line_in_time(
     long = tmp_path / "long.txt"
     long.write_text(TEXT * 10)
     arguments = ["generate", "--model", str(folder), "--document", str(long), "--prompt", "Why?",
-                 "--codec", "raw", "--hot", "1%", "--quiet"]  # fmt: skip
+                 "--codec", "raw", "--hot", "1%", "--quiet", "--rejoin", "500ms"]  # fmt: skip
     with (
         served(model(MODEL), tmp_path, warm_blocks=20) as (daemon, socket),
         Client.connect(socket, kind="tool") as tool,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tierd.errors import InvalidArgument, StorageError, TierdError
 from tierd.types import BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN
-from tierd.units import format_size, parse_share, parse_size
+from tierd.units import format_size, parse_duration, parse_share, parse_size
 
 ROPE_KINDS = ("linear", "yarn")
 
@@ -126,3 +126,11 @@ def _share(option: str, value: str) -> int:
 
 def _memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def duration(option: str, value: str) -> float:
+    """Return the seconds of "30s" or "250ms"; 0 is allowed. Raises InvalidArgument."""
+    try:
+        return parse_duration(value)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{option}: {error}") from None

@@ -59,6 +59,7 @@ def generate(
     keep: options.Keep = False,
     resume: options.Resume = None,
     drop: options.Drop = False,
+    rejoin: options.Rejoin = "30s",
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -71,6 +72,7 @@ def generate(
     checks.text("--prompt", prompt)
     checks.block_tokens(block_tokens)
     checks.rope_scaling(rope_scaling)
+    rejoin_seconds = checks.duration("--rejoin", rejoin)
     text = "" if resume is not None else _document_text(document)
 
     def make_spec() -> JobSpec:
@@ -95,6 +97,7 @@ def generate(
             keep=keep,
             resume=resume,
             drop=drop,
+            rejoin_seconds=rejoin_seconds,
         )
 
     placement = Placement(daemon, hot, warm, cold_dir)

@@ -113,6 +113,14 @@ Resume = Annotated[
 Drop = Annotated[
     bool, typer.Option("--drop", help="With --resume: do not keep the session after the answer.")
 ]
+Rejoin = Annotated[
+    str,
+    typer.Option(
+        "--rejoin",
+        metavar="DURATION",
+        help="How long to wait for the next daemon when the job's has died.",
+    ),
+]
 Verify = Annotated[
     bool,
     typer.Option("--verify", help="Also run the model's own full-precision cache, and compare."),
