@@ -38,7 +38,7 @@ def test_every_kernel_of_llama_compiles_for_both_gpus_without_spills() -> None:
     kernels = {build["kernel"].split(",")[0] for build in builds}
     assert kernels == {
         "encode int8", "decode int8 to bfloat16", "decode int8 to float32", "attend raw",
-        "attend int8", "merge",
+        "attend int8", "attend k8v4", "attend int4", "attend fp8", "merge",
     }  # fmt: skip
     for capability in (80, 90):
         assert {

@@ -31,6 +31,7 @@ from tierd_engine.gpu.shapes import call_shape, padded, page_shape, warps_of
 
 CAPABILITIES = (80, 90)
 WARP = 32
+CODECS = (CodecId.RAW, CodecId.INT8, CodecId.K8V4, CodecId.INT4, CodecId.FP8)
 QUERIES = (1, 16)  # a step, and as many as the fused kernel takes: both numbers of rows
 _POINTERS = {DType.FLOAT32: "*fp32", DType.BFLOAT16: "*bf16", DType.FLOAT16: "*fp16"}
 # Instructions that are not one IEEE operation, rounded to nearest, subnormals kept.
@@ -113,7 +114,7 @@ def kernels_of(model: Model) -> Iterator[Kernel]:
     for to in sorted({model.dtype, DType.FLOAT32}):
         arguments = ("*i64", "*i64", "*i64", "i32", shape, to.value)
         yield Kernel(f"decode int8 to {to}", decode_int8_kernel, arguments, EXACT)
-    for codec in (CodecId.RAW, CodecId.INT8):
+    for codec in CODECS:
         layout = page_layout(geometry, codec)
         page = page_shape(layout)
         for n in QUERIES:
