@@ -26,7 +26,7 @@ from tierd.types import CodecId, DType, Geometry
 from tierd_engine.gpu.attending import attend_kernel
 from tierd_engine.gpu.elements import EXACT, FUSED
 from tierd_engine.gpu.encoding import decode_int8_kernel, encode_int8_kernel
-from tierd_engine.gpu.merging import merge_kernel
+from tierd_engine.gpu.merging import MERGE, merge_kernel
 from tierd_engine.gpu.shapes import call_shape, padded, page_shape, warps_of
 
 CAPABILITIES = (80, 90)
@@ -103,8 +103,8 @@ class Build:
         return self.is_spilled or (self.must_be_exact and bool(self.loose))
 
 
-def kernels_of(model: Model) -> Iterator[Kernel]:
-    """Yield every kernel that a model's jobs run."""
+def kernels_of(model: Model, queries: tuple[int, ...] = QUERIES) -> Iterator[Kernel]:
+    """Yield every kernel that a model's jobs run, attention for these numbers of queries."""
     geometry = Geometry(1, model.kv_heads, model.head_dim, model.dtype)
     heads = model.kv_heads * model.share
     int8 = page_layout(geometry, CodecId.INT8)
@@ -117,7 +117,7 @@ def kernels_of(model: Model) -> Iterator[Kernel]:
     for codec in CODECS:
         layout = page_layout(geometry, codec)
         page = page_shape(layout)
-        for n in QUERIES:
+        for n in queries:
             call = call_shape(layout, heads, n, is_causal=n > 1, is_interpreted=False)
             arguments = (
                 _POINTERS[model.dtype], "*i64", "*i32", "*i64", "*i64", "*fp32", "*fp32", "fp32",
@@ -129,7 +129,7 @@ def kernels_of(model: Model) -> Iterator[Kernel]:
             )
     sizes = (model.head_dim, padded(model.head_dim))
     arguments = ("*fp32", "*fp32", "*fp32", "*fp32", "i32", "i32", *sizes)
-    yield Kernel("merge", merge_kernel, arguments, FUSED)
+    yield Kernel("merge", merge_kernel, arguments, MERGE)
 
 
 def build(kernel: Kernel, capability: int) -> Build:
@@ -174,6 +174,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="gpu-compile", description=__doc__)
     parser.add_argument("--model", choices=[model.name for model in MODELS], help="this one only")
     parser.add_argument("--json", action="store_true", help="an object a line")
+    parser.add_argument("--quick", action="store_true", help="attention of one query only")
     chosen = parser.parse_args()
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: nothing would be compiled")
@@ -181,7 +182,7 @@ def main() -> int:
     for model in MODELS:
         if chosen.model not in (None, model.name):
             continue
-        for kernel in kernels_of(model):
+        for kernel in kernels_of(model, QUERIES[:1] if chosen.quick else QUERIES):
             for capability in CAPABILITIES:
                 result = build(kernel, capability)
                 refused += result.is_refused
