@@ -36,6 +36,7 @@ def demo(
     dtype: options.DType = options.DTypeName.AUTO,
     block_tokens: options.BlockTokens = None,
     rope_scaling: options.RopeScaling = None,
+    weights: options.Weights = options.WeightsName.AUTO,
     daemon: options.JobDaemon = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
@@ -62,6 +63,7 @@ def demo(
             dtype=dtype,
             block_tokens=block_tokens,
             rope_scaling=rope_scaling,
+            weights=weights,
         )
 
     if not (quiet or as_json):
