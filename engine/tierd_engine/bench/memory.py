@@ -84,17 +84,18 @@ def _run(kind: str, context: int, hot: float, limit_bytes: int) -> dict[str, Any
     return found
 
 
-class _Peak:
+class PeakMemory:
     """The most memory of this process, polled: proportional set size, each page once."""
 
-    def __init__(self) -> None:
+    def __init__(self, poll_seconds: float = _POLL_SECONDS) -> None:
+        self._poll_seconds = poll_seconds
         self._stop = threading.Event()
         self.most_bytes = 0
         self._thread = threading.Thread(target=self._watch, name="bench-memory", daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
-        while not self._stop.wait(_POLL_SECONDS):
+        while not self._stop.wait(self._poll_seconds):
             self.most_bytes = max(self.most_bytes, pss_bytes())
 
     def end(self) -> int:
@@ -135,7 +136,7 @@ def _job(kind: str, context: int, hot: float, limit_bytes: int) -> dict[str, Any
     if limit_bytes:
         most = _address_space_bytes() + limit_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    peak = _Peak()
+    peak = PeakMemory()
     if kind == "own":
         runner = own_runner(bench, context)
         for _ in range(_STEPS):

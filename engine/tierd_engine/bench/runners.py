@@ -107,7 +107,7 @@ def tier_runner(
         ) as kv,
     ):  # fmt: skip
         fill_session(kv, context, TORCH_DTYPES[bench.dtype])
-        warm, cold = _below(kv)
+        warm, cold = below_bytes(kv)
         step = _tier_step(bench.model, kv)
         yield Runner(shares.name, step, warm + kv.arena.used_bytes, before, cold_bytes=cold, kv=kv)
     gc.collect()
@@ -124,7 +124,7 @@ def _tier_step(model: Any, kv: SessionKV) -> Callable[[], None]:
     return step
 
 
-def _below(kv: SessionKV) -> tuple[int, int]:
+def below_bytes(kv: SessionKV) -> tuple[int, int]:
     """Return the bytes of warm payloads and of cold slots: what a step reads."""
     table = kv.handle.table.read(kv.sealed_blocks)
     found = {Tier.WARM: 0, Tier.COLD: 0}
