@@ -36,7 +36,14 @@ from tests.wirerig import (
 )
 from tierd.client import Client
 from tierd.daemon import EmbeddedDaemon, rpc_target
-from tierd.errors import ConfigError, DaemonUnavailable, DeadlineExceeded, NotFound, StorageError
+from tierd.errors import (
+    ConfigError,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    NotFound,
+    StorageError,
+    TierFull,
+)
 from tierd.rpc.errors import CLIENT_KEY, TOKEN_KEY
 from tierd.rpc.v1 import tierd_pb2 as pb
 from tierd.rpc.v1 import tierd_pb2_grpc as pb_grpc
@@ -78,6 +85,26 @@ def test_slab_files_that_the_ledger_does_not_know_are_removed_at_the_next_start(
         (tmp_path / "cold/slab/0000002a").write_bytes(bytes(4096))
     with EmbeddedDaemon(config):
         assert os.listdir(tmp_path / "cold/slab") == []
+
+
+def test_the_cold_cap_counts_every_byte_and_holds_after_a_restart(tmp_path: Path) -> None:
+    cap_bytes = 8 << 20
+    config = small_config(tmp_path, **{"cold.ephemeral": False, "cold.cap_bytes": cap_bytes})
+
+    def used_bytes() -> int:
+        files = [path for path in (tmp_path / "cold").rglob("*") if path.is_file()]
+        return sum(path.stat().st_blocks * 512 for path in files)
+
+    for _ in range(3):
+        with EmbeddedDaemon(config) as daemon, Client.connect(daemon.socket) as client:
+            with pytest.raises(TierFull):
+                for _ in range(100):
+                    store_session(client, 8)
+                    assert used_bytes() <= cap_bytes
+            for row in client.sessions()[::2]:
+                if row["state"] == "suspended":
+                    client.close_session(row["id"])
+        assert used_bytes() <= cap_bytes
 
 
 def test_slab_files_without_a_superblock_are_not_touched(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_the_first_block_goes_only_when_asked_and_always_raw(rig):
 
 def test_a_block_that_the_codec_cannot_hold_goes_raw(rig):
     session = rig.session()
-    planned = plan(rig, session, [1], codec=CodecId.RAW)
+    planned = plan(rig, session, [1], codecs=[CodecId.RAW] * LAYERS)
     assert {place.codec for place in planned.places[0]} == {CodecId.RAW}
     commit(rig, session, planned)
     assert rig.store.stats()["tiers"]["warm"]["bytes"] == LAYERS * RAW_SLOT
@@ -178,17 +178,24 @@ def test_a_plan_whose_reply_was_lost_is_given_again(rig):
 
 
 @pytest.mark.parametrize(
-    ("blocks", "need", "codec"),
-    [([64], 1, None), ([-1], 1, None), ([1], 0, None), ([], 1, None), ([0], 1, None)],
+    ("blocks", "need", "codecs"),
+    [
+        ([64], 1, None),
+        ([-1], 1, None),
+        ([1], 0, None),
+        ([], 1, None),
+        ([0], 1, None),
+        ([1], 1, [CodecId.INT8]),
+    ],
 )
-def test_a_plan_for_impossible_blocks_is_refused(rig, blocks, need, codec):
+def test_a_plan_for_impossible_blocks_is_refused(rig, blocks, need, codecs):
     with pytest.raises(InvalidArgument):
-        plan(rig, rig.session(), blocks, need, codec=codec)
+        plan(rig, rig.session(), blocks, need, codecs=codecs)
 
 
 def test_a_raw_session_has_no_other_codec(rig):
     with pytest.raises(InvalidArgument):
-        plan(rig, rig.session(namespace=RAW), [1], codec=CodecId.INT8)
+        plan(rig, rig.session(namespace=RAW), [1], codecs=[CodecId.INT8] * LAYERS)
 
 
 def test_a_plan_holds_what_fits_and_says_what_room_is_needed_when_nothing_does():
@@ -199,7 +206,7 @@ def test_a_plan_holds_what_fits_and_says_what_room_is_needed_when_nothing_does()
     assert planned.blocks == [1, 2, 3]
     with pytest.raises(RoomNeeded) as full:
         plan(rig, session, [4])
-    assert full.value.slots == LAYERS
+    assert list(full.value.needs.values()) == [LAYERS]
     assert full.value.retry_after_seconds > 0
 
 

@@ -11,7 +11,13 @@ from tests.moversteps import cool, demote, intact, start, turns
 from tests.rig import INT8, INT8_BLOCK, LAYERS, Rig, in_loop
 from tierd.disk.faults import FOR_EVER, Fault, FaultKind
 from tierd.disk.simulated import SimulatedDisk
-from tierd.errors import NotFound, StaleGeneration, StorageError, TierFull
+from tierd.errors import (
+    DeadlineExceeded,
+    NotFound,
+    StaleGeneration,
+    StorageError,
+    TierFull,
+)
 from tierd.keeping import CLAIM_SECONDS
 from tierd.types import SessionState, Tier
 
@@ -27,11 +33,19 @@ def ids(blocks: int) -> bytes:
     return np.arange(blocks * 16, dtype="<u4").tobytes()
 
 
-async def suspend(rig: Rig, session, blocks: int, **options) -> None:
-    task = await start(
-        rig.mover.suspend(session.engine_id, session.number, ids(blocks), blocks, **options)
-    )
-    await turns(rig, task)
+async def suspend(rig: Rig, session, blocks: int, *, patient: bool = False) -> None:
+    """Suspend; `patient`: time passes, so that what failed is tried again."""
+    task = await start(rig.mover.suspend(session.engine_id, session.number, ids(blocks), blocks))
+    if patient:
+        for _ in range(100):
+            rig.mover.pump()
+            rig.lanes.run()
+            rig.clock.advance(0.5)
+            await asyncio.sleep(0)
+            if task.done():
+                break
+    else:
+        await turns(rig, task)
     task.result()
 
 
@@ -206,24 +220,48 @@ async def test_kept_sessions_are_not_evicted_for_a_running_one() -> None:
 
 
 @pytest.mark.parametrize("count", [1, FOR_EVER], ids=["once", "for ever"])
+@pytest.mark.parametrize(
+    "kind", [FaultKind.SYNC_DROPS, FaultKind.IO_ERROR, FaultKind.FULL, FaultKind.SHORT]
+)
 @in_loop
-async def test_a_failed_sync_is_an_error_never_an_acknowledgement(count: int) -> None:
+async def test_each_operation_that_fails_is_an_error_never_a_false_acknowledgement(
+    kind: FaultKind, count: int
+) -> None:
+    """From the start of a store on: the n-th operation fails, for every n that there is."""
+    struck = 0
     for number in itertools.count(1):
-        fault = Fault(FaultKind.SYNC_DROPS, first=number, count=count)
-        disk = SimulatedDisk(number, faults=[fault])
+        disk = SimulatedDisk(number, faults=[Fault(kind, first=number, count=count)])
         with contextlib.suppress(StorageError):
             rig = make(disk)
             session = rig.session()
             await demote(rig, session, range(4), include_first=True)
             try:
-                await suspend(rig, session, 4)
-            except StorageError:
-                assert session.state is SessionState.RUNNING
+                await suspend(rig, session, 4, patient=True)
+            except (StorageError, TierFull, DeadlineExceeded):
+                assert session.engine_id == 1
                 intact(rig, session)
-                raise
+                raise StorageError("as it should be") from None
             resumed(reopened(disk.crash(keep=())), session.number, 4)
-            assert number > 4, "a suspension makes several syncs, and the start too"
-            return
+            if disk.plan._seen[0][1] < number:  # there are no more operations
+                break
+        struck += 1
+    assert struck >= (5 if kind is FaultKind.SYNC_DROPS else 10), f"{struck=}"
+
+
+@in_loop
+async def test_a_disk_that_never_answers_is_a_deadline() -> None:
+    rig = make(SimulatedDisk(1))
+    session = rig.session()
+    await demote(rig, session, range(4), include_first=True)
+    task = await start(rig.mover.suspend(1, session.number, ids(4), 4, deadline_seconds=30.0))
+    for _ in range(40):  # the lanes are given work, and do none of it
+        rig.mover.pump()
+        rig.clock.advance(1.0)
+        await asyncio.sleep(0)
+    with pytest.raises(DeadlineExceeded, match="not on disk yet"):
+        task.result()
+    assert session.engine_id == 1
+    intact(rig, session)
 
 
 @in_loop

@@ -27,6 +27,7 @@ GEOMETRY = Geometry(layers=30, kv_heads=3, head_dim=64, dtype=DType.BFLOAT16)
 NAMESPACE = Namespace(
     GEOMETRY, "weights", CodecId.INT8, "main", "adapter", "rope", "ranks", "salt", format_version=1
 )
+FULL = replace(NAMESPACE, codec_layers="0=raw")  # no field of it is empty
 TEXTS = [f.name for f in fields(Namespace) if f.type == "str"]
 
 namespaces = st.builds(
@@ -116,7 +117,7 @@ def neighbours(namespace: Namespace) -> Iterator[Namespace]:
 
 
 def test_each_changed_field_is_another_namespace() -> None:
-    digests = [NAMESPACE.digest(), *(other.digest() for other in neighbours(NAMESPACE))]
+    digests = [FULL.digest(), *(other.digest() for other in neighbours(FULL))]
     assert len(digests) > 40
     assert len(set(digests)) == len(digests)
 
@@ -124,7 +125,18 @@ def test_each_changed_field_is_another_namespace() -> None:
 def test_a_digest_covers_every_field_there_is() -> None:
     own = {f.name for f in fields(Namespace)} - {"geometry"}
     shape = {f"geometry.{f.name}" for f in fields(Geometry)}
-    assert {name for name, _ in NAMESPACE.canonical()} == own | shape
+    assert {name for name, _ in FULL.canonical()} == own | shape
+
+
+def test_a_namespace_without_exceptions_is_named_as_before_there_were_any() -> None:
+    own = {name for name, _ in FULL.canonical()} - {name for name, _ in NAMESPACE.canonical()}
+    assert own == {"codec_layers"}
+
+
+def test_what_differs_is_told_by_name() -> None:
+    other = replace(FULL, rope="other", geometry=replace(GEOMETRY, layers=3))
+    assert NAMESPACE.differing(other) == ["codec_layers", "geometry.layers", "rope"]
+    assert NAMESPACE.differing(NAMESPACE) == []
 
 
 def test_a_text_cannot_move_from_one_field_into_the_next() -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from tests.disk.ledgercrash import CrashRun, Tally
 from tests.disk.ledgerfaults import LIES, FaultRun
+from tests.e2e.killing import killing_run
 from tierd.testing import FaultKind
 
 REPORT_SECONDS = 30.0
@@ -56,7 +57,9 @@ def _fault_run(run: FaultRun, counts: Counts) -> None:
 
 
 # A kind of run more is a function more: of a seed, to raise if anything is wrong.
-KINDS: dict[str, Callable[[int, Counts], None]] = {"crash": crash, "faults": faults, "lies": lies}
+KINDS: dict[str, Callable[[int, Counts], None]] = {
+    "crash": crash, "faults": faults, "lies": lies, "processes": killing_run,
+}  # fmt: skip
 
 
 def main() -> int:
@@ -100,6 +103,7 @@ def _line(counts: Counts, seconds: float) -> str:
     return (
         f"{seconds:,.0f} s: {counts['runs']:,d} runs, {counts['points']:,d} crash points "
         f"({counts['reopened']:,d} gone on from), {counts['kills']:,d} kills, "
+        f"{counts['process_kills']:,d} of real processes, "
         f"{counts['faults']:,d} faults ({counts['refused']:,d} refusals)"
     )
 

@@ -130,7 +130,7 @@ def write_pages(client: Client, demotion: Demotion) -> npt.NDArray[np.uint8]:
     digests = np.zeros((*demotion.slab.shape, 16), np.uint8)
     for row, block in enumerate(demotion.blocks):
         for layer in range(LAYERS):
-            codec = CodecId(int(demotion.codec[row]))
+            codec = CodecId(int(demotion.codec[row, layer]))
             slab = client.slab(int(demotion.slab[row, layer]))
             start = int(demotion.slot[row, layer]) * slab.slot_bytes + HEADER_BYTES
             payload = page_bytes(layer, block, codec)

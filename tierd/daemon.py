@@ -31,11 +31,13 @@ from tierd.disk.ledger import Ledger
 from tierd.disk.posix import PosixDisk
 from tierd.disk.recovery import RecoveryReport
 from tierd.disk.slabfiles import SlabFiles
+from tierd.disk.superblock import SUPERBLOCK_BYTES
 from tierd.disk.volatile import VolatileLedger
 from tierd.errors import (
     ConfigError,
     DaemonUnavailable,
     DeadlineExceeded,
+    StorageError,
     StorageFull,
     TierdError,
     TierFull,
@@ -52,8 +54,7 @@ from tierd.store import Store
 from tierd.units import SECTOR_BYTES, format_size
 
 _COLD_FREE_SHARE = 0.9  # of the free space, where no cap is set: the rest stays for others
-# Of a cap that counts every byte: five segments of journal, and one for superblock and snapshots.
-SEGMENTS_RESERVED = 6
+SEGMENTS_RESERVED = 5
 SEGMENT_BYTES_MIN = 64 << 10
 _START_SECONDS, _STOP_SECONDS = 10.0, 10.0  # an embedded daemon's; it starts in well under one
 _SCRAPE_SECONDS = 2.0
@@ -108,7 +109,7 @@ class Daemon:
             boot_id=self.boot_id,
             target=rpc_target(self.socket),
             in_flight_calls_max=config.limits.in_flight_calls,
-            cold_device=disk.describe(),
+            cold_device=self._cold_device,
             offers=host.offers,
             drain=self.drain,
             call_done=metrics.call_done,
@@ -139,8 +140,8 @@ class Daemon:
                 segment_bytes=segment_bytes,
             )
             self._log_recovery(ledger.recovery)
-            cap_bytes -= SEGMENTS_RESERVED * segment_bytes
-        self._stack.callback(ledger.close)
+            cap_bytes -= metadata_bytes(cap_bytes, segment_bytes)
+        self._stack.callback(self._close_ledger, ledger)
         try:
             return Store(
                 warm=TierParts(MemfdBacking(), config.warm.budget_bytes, config.warm.slab_bytes),
@@ -154,6 +155,12 @@ class Daemon:
                 f"more than {format_size(cap_bytes)}"
             ) from None
 
+    def _close_ledger(self, ledger: Ledger | VolatileLedger) -> None:
+        try:
+            ledger.close()
+        except StorageError as error:  # the next start finds what was acknowledged
+            self.log.warning("the ledger could not be closed", why=str(error))
+
     def _log_recovery(self, found: RecoveryReport) -> None:
         seconds = sum(found.seconds.values())
         self.log.info(
@@ -164,6 +171,13 @@ class Daemon:
             self.log.warning("damage found", what=damage)
         for number, token in found.lost:
             self.log.warning("a session lost pages", session=f"{number:016x}", first_token=token)
+
+    def _cold_device(self) -> str:
+        ledger = self.store.ledger
+        if ledger.failed:
+            return f"{self.disk.describe()}; read-only: {ledger.failed}"
+        lasts = "kept across restarts" if ledger.durable else "ends with the daemon"
+        return f"{self.disk.describe()}; {lasts}"
 
     def _serve_metrics(self, metrics: Metrics) -> Callable[[], None]:
         loop, port = asyncio.get_running_loop(), self.config.service.metrics_port
@@ -235,6 +249,16 @@ def raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def metadata_bytes(cap_bytes: int, segment_bytes: int) -> int:
+    """Return what of a cap, which counts every byte, is for other files than slabs.
+
+    Journal: SNAPSHOT_SEGMENTS and the one that is written. The superblock and its successor.
+    Two snapshots and one under way: 44 bytes a page, and a page has 12 KiB or more.
+    """
+    room = SEGMENTS_RESERVED * segment_bytes + 2 * SUPERBLOCK_BYTES + cap_bytes // 64
+    return min(room // SECTOR_BYTES * SECTOR_BYTES, cap_bytes)
 
 
 def journal_bytes(cap_bytes: int) -> int:

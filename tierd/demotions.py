@@ -19,7 +19,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from tierd.errors import InvalidArgument, StaleGeneration, TierFull
@@ -65,12 +65,11 @@ class Demotion:
 
 
 class RoomNeeded(TierFull):
-    """Warm has no room now: `slots` in `pool` would do. The mover makes them and retries."""
+    """Warm has no room now: the slots of `needs` would do. The mover makes them and retries."""
 
-    def __init__(self, message: str, *, pool: SlabPool, slots: int) -> None:
+    def __init__(self, message: str, needs: Mapping[SlabPool, int]) -> None:
         super().__init__(message)
-        self.pool = pool
-        self.slots = slots
+        self.needs = needs
 
 
 class Demotions:

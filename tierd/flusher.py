@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,7 @@ from tierd.placement import Move
 
 # A record that no move waits for (a page dropped, a slab added) waits this long at most.
 LINGER_SECONDS = 0.02
+SNAPSHOT_AGAIN_SECONDS = 10.0  # a disk without room for one gets a try so often
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +60,8 @@ class Flusher:
         self._flying: Group | None = None
         self._landed: list[Group] = []
         self._flushed_seconds = 0.0
+        self._snapshot_after_seconds = -math.inf
+        self.snapshot_error = ""
 
     def add(self, moves: Sequence[Move]) -> None:
         """Take moves whose bytes are in cold and in the ledger's hands."""
@@ -90,7 +94,9 @@ class Flusher:
         """Begin a flush if one is due; say whether it did. A lane must be free."""
         if self._flying is not None or self._ledger.failed:
             return False
-        lingering = self._ledger.dirty and now_seconds >= self._flushed_seconds + LINGER_SECONDS
+        idle = now_seconds >= self._flushed_seconds + LINGER_SECONDS
+        snapshot = self._ledger.snapshot_due and now_seconds >= self._snapshot_after_seconds
+        lingering = idle and (self._ledger.dirty or snapshot)
         if not (self._next.is_wanted or lingering):
             return False
         group, self._next = self._next, Group()
@@ -111,10 +117,17 @@ class Flusher:
             if group.waiters:
                 self._files.sync()
             self._ledger.flush(sync=bool(group.waiters))
-            if self._ledger.snapshot_due:
-                self._ledger.snapshot()
         except StorageError as error:
             group.error = error
+            return
+        if self._ledger.snapshot_due and group.began_seconds >= self._snapshot_after_seconds:
+            try:
+                self._ledger.snapshot()
+            except StorageError as error:  # the journal goes on without; what is flushed stands
+                self.snapshot_error = str(error)
+                self._snapshot_after_seconds = group.began_seconds + SNAPSHOT_AGAIN_SECONDS
+            else:
+                self.snapshot_error = ""
 
     def _land(self, group: Group) -> None:
         assert self._flying is group, "two flushes at once"

@@ -39,7 +39,7 @@ ADOPT_SECONDS = 60.0  # 64 GiB of warm pages hashed at 1 GiB/s
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Demotion:
-    """Warm slots lent for `blocks`. Arrays: codec uint8 [blocks], the rest uint32 [blocks, layers].
+    """Warm slots lent for `blocks`. Arrays [blocks, layers]: codec uint8, the rest uint32.
 
     Ends in `SessionHandle.commit` or `.abort`.
     """
@@ -92,22 +92,23 @@ class SessionHandle:
         hot_blocks: Sequence[int],
         need_blocks: int,
         *,
-        codec: CodecId | None = None,
+        codecs: Sequence[CodecId] | None = None,
         include_first: bool = False,
         deadline_seconds: float = 10.0,
     ) -> Demotion:
         """Borrow warm slots for up to `need_blocks` of `hot_blocks`, at least one block.
 
-        Call it outside a step. `codec` RAW: for pages that the namespace's
-        cannot encode. Raises TierFull when no room came by the deadline,
-        BudgetTooSmall when none ever can, InvalidArgument, DaemonUnavailable.
+        Call it outside a step. `codecs`: a codec a layer, each the namespace's or a
+        better one (layercodecs.py); None: the namespace's. Raises TierFull when no room
+        came by the deadline, BudgetTooSmall when none ever can, InvalidArgument,
+        DaemonUnavailable.
         """
         request = wire.request(
             pb.PlanDemotionRequest,
             session=self.number,
             hot_blocks=hot_blocks,
             need_blocks=need_blocks,
-            codec=wire.codec_to_wire(codec),
+            codecs=wire.codecs_to_wire(codecs),
             include_first=include_first,
         )
         reply = self._client.call(self._client.placement.PlanDemotion, request, deadline_seconds)
@@ -115,7 +116,7 @@ class SessionHandle:
         return Demotion(
             reservation=reply.reservation,
             blocks=blocks,
-            codec=np.frombuffer(reply.codecs, dtype=np.uint8),
+            codec=wire.codec_column(reply.codecs, len(blocks)),
             slab=wire.u32_column(reply.slabs, len(blocks)),
             slot=wire.u32_column(reply.slots, len(blocks)),
             generation=wire.u32_column(reply.generations, len(blocks)),

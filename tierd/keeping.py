@@ -18,6 +18,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -135,15 +136,20 @@ class Keeper:
         return session.index.pages_in(Tier.COLD)
 
     def kept_bytes(self) -> int:
-        """Return about how many bytes of cold must outlive the daemon (a first block is raw)."""
+        """Return how many bytes of cold must outlive the daemon, once all that is kept is there."""
         if not self.durable:
             return 0
+        return sum(self._kept_bytes_of(session) for session in self._book if session.kept)
+
+    def _kept_bytes_of(self, session: Session) -> int:
+        if session.dormant:
+            codecs = self._ledger.pages_of(session.number)["codec"].tolist()
+        else:
+            kept = session.pages_from(0)
+            codecs = [p.codec for key, p in kept if key.block < session.sealed_blocks]
         return sum(
-            self._placement.slot_bytes(session, session.namespace.codec)
-            * session.sealed_blocks
-            * session.layers
-            for session in self._book
-            if session.kept
+            pages * self._placement.slot_bytes(session, CodecId(codec))
+            for codec, pages in Counter(codecs).items()
         )
 
     def record(self, session: Session) -> None:

@@ -23,6 +23,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
@@ -37,6 +38,7 @@ from tierd.errors import (
 from tierd.flusher import Flusher, Group
 from tierd.hints import HintTicket
 from tierd.lanes import Lanes
+from tierd.lending import spare_needs, spare_slots
 from tierd.memory.slabs import SlabPool
 from tierd.placement import Move
 from tierd.policy import NOTHING_IS_SAFE, Rank, Standing
@@ -56,10 +58,6 @@ RECORD_SECONDS = 1.0  # a write to the page cache takes well under a millisecond
 RETRY_SECONDS = 1.0  # after an I/O error: a disk that is full or failing gets one try a second
 STOP_SECONDS = 2.0  # 32 batches on the slowest disk; what hangs longer is left to its thread
 BANDWIDTH_WEIGHT = 0.2  # of the newest batch: about the last 5 count
-# Spare room lets a demotion start without waiting for the disk: a few blocks are enough
-# to hide a batch; a sixteenth of warm is the most that may lie unused.
-SPARE_BLOCKS = 4
-SPARE_SHARE = 16
 
 
 class Mover:
@@ -137,7 +135,7 @@ class Mover:
         hot_blocks: Sequence[int],
         need_blocks: int,
         *,
-        codec: CodecId | None = None,
+        codecs: Sequence[CodecId] | None = None,
         include_first: bool = False,
         deadline_seconds: float = 10.0,
     ) -> DemotionPlan:
@@ -154,7 +152,7 @@ class Mover:
                     number,
                     hot_blocks,
                     need_blocks,
-                    codec=codec,
+                    codecs=codecs,
                     include_first=include_first,
                 )
             except RoomNeeded as full:
@@ -247,16 +245,14 @@ class Mover:
         queued_bytes = sum(batch.size_bytes for batch in self._flying)
         for other in self._store.hints.urgent_first():
             if other.wish.urgency <= hint.wish.urgency:
-                session = self._store.session(other.wish.session)
-                slot_bytes = self._store.placement.slot_bytes(session, session.namespace.codec)
-                queued_bytes += len(other.awaited) * slot_bytes
+                queued_bytes += self._traffic.slots_bytes(other.awaited)
         estimated_seconds = queued_bytes / self._bytes_per_second if hint.awaited else 0.0
         self.wake()
         return HintTicket(hint.hint_id, len(hint.awaited), estimated_seconds)
 
     async def _room(self, session: Session, full: RoomNeeded, deadline_seconds: float) -> None:
         answer = self._waiters.new_answer()
-        waiter = RoomWaiter(session, full.pool, full.slots, deadline_seconds, answer)
+        waiter = RoomWaiter(session, full.needs, deadline_seconds, answer)
         self._waiters.rooms.append(waiter)
         self.wake()
         await waiter.answer
@@ -286,16 +282,16 @@ class Mover:
             if self._begin(moves, Tier.COLD):
                 return True
             if waiting and not self._make_cold_room(waiting):
-                self._waiters.end_park(waiter, TierFull(self._no_cold_room(session, len(waiting))))
+                self._waiters.end_park(waiter, TierFull(self._no_cold_room(waiting)))
                 return True
         return False
 
-    def _no_cold_room(self, session: Session, pages: int) -> str:
-        slot_bytes = self._store.placement.slot_bytes(session, session.namespace.codec)
+    def _no_cold_room(self, keys: Sequence[PageKey]) -> str:
+        size = format_size(self._traffic.slots_bytes(keys))
         budget = self._store.placement.pools[Tier.COLD].budget
         return (
-            f"the cold tier has no room to keep the session: {pages} pages of "
-            f"{format_size(slot_bytes)} more, and {format_size(budget.limit_bytes)} are the cap. "
+            f"the cold tier has no room to keep the session: {len(keys)} pages, {size}, "
+            f"more, and {format_size(budget.limit_bytes)} are the cap. "
             f"{self._waiters.trouble}"
         ).strip()
 
@@ -303,19 +299,16 @@ class Mover:
         """Free cold slots if that can be; say whether some are, or are coming."""
         if self._flying or self._store.retired_bytes(Tier.COLD):
             return True
-        session = self._store.session(keys[0].session)
-        slot_bytes = self._store.placement.slot_bytes(session, session.namespace.codec)
-        freed_bytes = self._traffic.evict(min(len(keys) * slot_bytes, BATCH_BYTES))
+        freed_bytes = self._traffic.evict(min(self._traffic.slots_bytes(keys), BATCH_BYTES))
         if freed_bytes:
             self.wake()
         return freed_bytes > 0
 
     def _make_room(self) -> bool:
-        short: dict[SlabPool, int] = {}
+        needs: Counter[SlabPool] = Counter()
         for waiter in self._waiters.rooms:
-            slots = short.setdefault(waiter.pool, -waiter.pool.available_slots())
-            short[waiter.pool] = slots + waiter.slots
-        need_bytes = sum(pool.slot_bytes * slots for pool, slots in short.items() if slots > 0)
+            needs.update(waiter.needs)
+        need_bytes = self._store.placement.pools[Tier.WARM].shortage_bytes(needs)
         return self._spill(need_bytes, NOTHING_IS_SAFE, evict=True)
 
     def _promote_demanded(self) -> bool:
@@ -336,12 +329,13 @@ class Mover:
         return False
 
     def _spare(self) -> bool:
-        short: dict[SlabPool, int] = {}
+        pools = self._store.placement.pools[Tier.WARM]
+        needs: dict[SlabPool, int] = {}
         for session in self._store.book:
             if session.state is SessionState.RUNNING and session.index.pages_in(Tier.WARM):
-                pool = self._store.placement.pool(Tier.WARM, session, session.namespace.codec)
-                short[pool] = self._spare_slots(session, pool) - pool.available_slots()
-        need_bytes = sum(pool.slot_bytes * slots for pool, slots in short.items() if slots > 0)
+                needs.update(spare_needs(self._store.placement, session))
+        # Each by itself: what is left of the budget may become any pool's.
+        need_bytes = sum(pools.shortage_bytes({pool: slots}) for pool, slots in needs.items())
         return self._spill(need_bytes, NOTHING_IS_SAFE, evict=False)
 
     def _spill(self, need_bytes: int, below: Rank, *, evict: bool) -> bool:
@@ -391,7 +385,7 @@ class Mover:
             pool = store.placement.pool(Tier.WARM, session, page.place.codec)
             if pool in short_bytes:
                 continue
-            spare = self._spare_slots(session, pool)
+            spare = spare_slots(store.placement, session, pool)
             roomy = pools.make_available(pool, spare + 1)
             move = self._begin_move(key, Tier.WARM) if roomy else None
             if move is None:
@@ -403,10 +397,6 @@ class Mover:
             size_bytes += move.slot_bytes
         need_bytes = max(short_bytes.values(), default=0)
         return self._begin(moves, Tier.WARM) or self._spill(need_bytes, below, evict=False)
-
-    def _spare_slots(self, session: Session, pool: SlabPool) -> int:
-        slots = self._store.placement.pools[Tier.WARM].slots_max(pool.slot_bytes)
-        return min(slots // SPARE_SHARE, SPARE_BLOCKS * session.layers)
 
     def _coming_bytes(self) -> int:
         """Bytes of warm that spills under way and ending steps will free without more work."""

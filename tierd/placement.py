@@ -51,7 +51,7 @@ class Move:
 
     `warm` is the warm slot's memory (slot_bytes, writable): what a spill reads
     and a promotion fills. `digest` is the index's. Both slots are held until
-    `finish_move` or `abort_move`, whatever becomes of the page: `orphaned`.
+    `finish_moves` or `abort_move`, whatever becomes of the page: `orphaned`.
     `keeps_source`: the copy becomes the page's backing. `recorded`: the ledger has it.
     """
 
@@ -121,7 +121,11 @@ class Placement:
 
     def slot_bytes(self, session: Session, codec: CodecId) -> int:
         """Return the bytes of a slot that holds a session's page of this codec."""
-        return page_layout(session.namespace.geometry, codec).slot_bytes
+        known = session.slot_sizes.get(codec)  # asked several times a page: hashing costs more
+        if known is None:
+            known = page_layout(session.namespace.geometry, codec).slot_bytes
+            session.slot_sizes[codec] = known
+        return known
 
     def slab_info(self, slab: int, namespaces: Collection[bytes]) -> SlabInfo:
         """Return a slab of one of these namespaces. Raises NotFound."""
@@ -136,8 +140,8 @@ class Placement:
     def reserve(self, tier: Tier, session: Session, codec: CodecId, pages: int) -> list[Place]:
         """Reserve a place for each of `pages` pages; all, or none: then the list is empty."""
         slots = self.pools[tier].reserve(self.pool(tier, session, codec), pages)
-        new = sorted({ref.slab for ref in slots if ref.slab > self._newest_slab})
-        for slab in new:  # ids only rise
+        new = {ref.slab for ref in slots if ref.slab > self._newest_slab}
+        for slab in sorted(new):  # ids only rise
             self._newest_slab = slab
             if self.on_new_slab is not None:
                 self.on_new_slab(session.namespace_digest, slab)
@@ -283,10 +287,13 @@ class Placement:
             self.ledger.drop_pages(session.number, [(key.layer, key.block) for key in keys])
 
     def _retire(self, session: Session, places: Sequence[Place]) -> None:
+        self._retire_all([(session, place) for place in places])
+
+    def _retire_all(self, places: Sequence[tuple[Session, Place]]) -> None:
         if not places:
             return
         epoch = self.epochs.retire()
-        for place in places:
+        for session, place in places:
             self.pool(place.tier, session, place.codec).retire(slot_of(place), epoch)
         self._announce(self.epochs.now)
 
@@ -333,30 +340,33 @@ class Placement:
         if here:
             self.ledger.commit(rows)
 
-    def finish_move(self, move: Move) -> bool:
-        """Publish the copied page, with the source retired or with both its places kept.
+    def finish_moves(self, moves: Sequence[Move]) -> list[Move]:
+        """Publish copied pages, the sources retired or both places kept; return which.
 
-        Returns False, with both slots given back, if the page was dropped meanwhile.
+        Those whose page was dropped meanwhile are not among them: their slots are given back.
         """
-        if move.orphaned:
-            self.abort_move(move)
-            return False
-        del self.moving[move.key]
-        session, key = move.session, move.key
-        self.pool(move.destination.tier, session, move.destination.codec).commit(
-            slot_of(move.destination)
-        )
-        if move.destination.tier is Tier.WARM:
-            page = Page(move.destination, move.digest, backing=move.source)
-        elif move.keeps_source:
-            page = Page(move.source, move.digest, backing=move.destination)
-        else:
-            page = Page(move.destination, move.digest)
-        session.index.set(key.layer, key.block, page)
-        session.index.bump()
-        if move.source not in page.places():
-            self._retire(session, [move.source])
-        return True
+        finished: list[Move] = []
+        sources: list[tuple[Session, Place]] = []
+        for move in moves:
+            if move.orphaned:
+                self.abort_move(move)
+                continue
+            del self.moving[move.key]
+            session, key, to = move.session, move.key, move.destination
+            self.pool(to.tier, session, to.codec).commit(slot_of(to))
+            if to.tier is Tier.WARM:
+                page = Page(to, move.digest, backing=move.source)
+            elif move.keeps_source:
+                page = Page(move.source, move.digest, backing=to)
+            else:
+                page = Page(to, move.digest)
+                sources.append((session, move.source))
+            session.index.set(key.layer, key.block, page)
+            finished.append(move)
+        for session in {move.session.number: move.session for move in finished}.values():
+            session.index.bump()
+        self._retire_all(sources)
+        return finished
 
     def abort_move(self, move: Move) -> None:
         """Leave the page where it was; the destination is free again."""

@@ -7,15 +7,19 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from tierd.memory.slabs import ByteBudget, SlabBacking, SlabNumbering, SlabPool, SlotRef
+from tierd.memory.slabs import (
+    SLABS_PER_TIER_MIN,
+    ByteBudget,
+    SlabBacking,
+    SlabNumbering,
+    SlabPool,
+    SlotRef,
+    smallest_budget,
+)
 from tierd.types import Tier
-
-# A tier holds several pools (namespaces; the exact first blocks beside encoded ones), and
-# room passes from one to another a whole slab at a time: a slab is at most 1/16 of a tier.
-SLABS_PER_TIER_MIN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +64,39 @@ class TierPools:
         """Return how many slots of this size the whole tier could hold."""
         return self.budget.limit_bytes // slot_bytes
 
-    def make_available(self, pool: SlabPool, slots: int) -> bool:
-        """Say whether `pool` can reserve `slots`; takes empty slabs from others if it must."""
-        if pool.available_slots() >= slots:
+    def shortage_bytes(self, needs: Mapping[SlabPool, int], *, empty: bool = False) -> int:
+        """Return the bytes of slots that these pools lack to hand out all of `needs` together.
+
+        They share the budget's rest, which goes a whole slab at a time. `empty`: as if the
+        tier held nothing.
+        """
+        remaining_bytes = self.budget.limit_bytes if empty else self.budget.remaining_bytes
+        lacking_bytes = 0
+        for pool, slots in needs.items():
+            lacking = slots if empty else slots - pool.counts().free
+            added, remaining_bytes = pool.slots_within(remaining_bytes, lacking)
+            lacking_bytes += max(0, lacking - added) * pool.slot_bytes
+        return lacking_bytes
+
+    def smallest_bytes(self, needs: Mapping[SlabPool, int]) -> int:
+        """Return a budget within which all of `needs` can be reserved, whatever slabs it makes."""
+        needed_bytes = sum(pool.slot_bytes * slots for pool, slots in needs.items())
+        return smallest_budget(needed_bytes, len(needs))
+
+    def make_room(self, needs: Mapping[SlabPool, int]) -> bool:
+        """Say whether all of `needs` can be reserved; takes empty slabs back if it must."""
+        if not self.shortage_bytes(needs):
             return True
         freed_bytes = sum(
-            other.release_empty_slabs() for other in self._pools.values() if other is not pool
+            pool.release_empty_slabs()
+            for pool in self._pools.values()
+            if len(needs) > 1 or pool not in needs
         )
-        return freed_bytes > 0 and pool.available_slots() >= slots
+        return freed_bytes > 0 and not self.shortage_bytes(needs)
+
+    def make_available(self, pool: SlabPool, slots: int) -> bool:
+        """Say whether `pool` can reserve `slots`; takes empty slabs from others if it must."""
+        return self.make_room({pool: slots})
 
     def reserve(self, pool: SlabPool, slots: int) -> list[SlotRef]:
         """Reserve all `slots`, or none: then the list is empty.

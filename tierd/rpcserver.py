@@ -58,7 +58,7 @@ class RpcServer:
         boot_id: str,
         target: str,
         in_flight_calls_max: int,
-        cold_device: str,
+        cold_device: Callable[[], str],
         offers: Callable[[int], Offers],
         drain: Callable[[], None],
         call_done: CallDone,
@@ -120,7 +120,7 @@ class RpcServer:
         """Return the figures as they stand, as a message."""
         return wire.snapshot_to_wire(
             self._store.stats(),
-            device=self._cold_device,
+            device=self._cold_device(),
             uptime_seconds=time.monotonic() - self._started_seconds,
             clients=len(self.tokens),
         )

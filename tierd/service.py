@@ -28,6 +28,7 @@ from tierd.errors import (
 from tierd.hints import Hint as OpenHint
 from tierd.hints import Outcome
 from tierd.interceptors import current_caller
+from tierd.layercodecs import layer_codecs
 from tierd.mover import Mover
 from tierd.rpc import wire
 from tierd.rpc.handshake import ENGINE
@@ -169,6 +170,7 @@ class SessionsService(pb_grpc.SessionsServicer):
             state=_STATES[session.state],
             engine_id=session.engine_id or 0,
             codec=wire.codec_to_wire(session.namespace.codec),
+            codec_layers=session.namespace.codec_layers,
             layers=session.layers,
             block_tokens=session.block_tokens,
             tokens=len(session.token_ids) // 4,
@@ -187,7 +189,7 @@ def _known_namespace(message: Any) -> Namespace:
         raise LayoutMismatch(
             f"pages of format {namespace.format_version}; this daemon keeps format {FORMAT_VERSION}"
         )
-    for codec in (namespace.codec, CodecId.RAW):
+    for codec in {*layer_codecs(namespace), CodecId.RAW}:
         page_layout(namespace.geometry, codec)
     return namespace
 
@@ -206,7 +208,7 @@ class PlacementService(pb_grpc.PlacementServicer):
             request.session,
             list(request.hot_blocks),
             request.need_blocks,
-            codec=wire.codec_of(request.codec),
+            codecs=wire.codecs_of(request.codecs),
             include_first=request.include_first,
             deadline_seconds=_seconds_to_answer(context),
         )

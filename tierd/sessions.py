@@ -15,12 +15,13 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tierd.errors import InvalidArgument, NotFound, PageMiss, TierFull
 from tierd.index import SessionIndex
+from tierd.layercodecs import layer_codecs
 from tierd.memory.pagetable import PageTableWriter
-from tierd.types import Namespace, PageKey, Place, SessionState
+from tierd.types import CodecId, Namespace, PageKey, Place, SessionState
 
 SESSIONS_MAX = 1024
 TOKEN_BYTES = 4  # token ids are uint32
@@ -36,7 +37,8 @@ class Session:
     """One session. `number` is its 8-byte id as an int, `id` the same in 16 hex digits.
 
     `kept`: it was suspended; `token_ids` (uint32 little endian) and `sealed_blocks`
-    are those of then. `last_used_seconds` is on the store's clock.
+    are those of then. `last_used_seconds` is on the store's clock. `page_codecs`: a
+    codec a layer, of the newest demotion (its engine may want more than the namespace's).
     """
 
     number: int
@@ -52,6 +54,11 @@ class Session:
     sealed_blocks: int = 0
     kept: bool = False
     dormant: bool = False
+    page_codecs: tuple[CodecId, ...] = ()
+    slot_sizes: dict[CodecId, int] = field(default_factory=dict)  # placement's, by codec
+
+    def __post_init__(self) -> None:
+        self.page_codecs = self.page_codecs or layer_codecs(self.namespace)
 
     @property
     def id(self) -> str:

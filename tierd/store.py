@@ -21,18 +21,17 @@ from typing import Any
 from tierd import census
 from tierd.adoption import Found
 from tierd.clock import Clock
-from tierd.demotions import Demotion, DemotionPlan, Demotions, RoomNeeded, split_digests
+from tierd.demotions import Demotion, DemotionPlan, Demotions, split_digests
 from tierd.disk.volatile import LedgerPort
 from tierd.errors import (
-    BudgetTooSmall,
     InvalidArgument,
     LayoutMismatch,
     NotFound,
     StaleGeneration,
-    TierFull,
 )
 from tierd.hints import DEADLINE_SECONDS_MAX, Hint, HintBook, Wish
 from tierd.keeping import Keeper
+from tierd.lending import block_codecs, check_codecs, lend_block, no_room
 from tierd.memory.memfd import Mapping
 from tierd.placement import Placement, SlabInfo
 from tierd.policy import choose_victims
@@ -118,7 +117,10 @@ class Store:
         if session.state is not SessionState.SUSPENDED:
             raise StaleGeneration(f"session {session.id} is {session.state}, not suspended")
         if namespace.digest() != session.namespace_digest:
-            raise LayoutMismatch(f"session {session.id} holds KV of another namespace")
+            fields = ", ".join(namespace.differing(session.namespace))
+            raise LayoutMismatch(
+                f"session {session.id} holds KV of another namespace: it differs in {fields}"
+            )
         self._check_engine(engine_id)
         self.keeper.wake(session)
         session.give(engine_id, max_tokens, self.placement.epochs.now)
@@ -265,20 +267,18 @@ class Store:
         hot_blocks: Sequence[int],
         need_blocks: int,
         *,
-        codec: CodecId | None = None,
+        codecs: Sequence[CodecId] | None = None,
         include_first: bool = False,
     ) -> DemotionPlan:
         """Lend warm slots for up to `need_blocks` of `hot_blocks`, at least one.
 
         Block 0 (the attention sinks) goes only with `include_first`, always raw.
-        `codec` overrides the namespace's: RAW for pages that it cannot encode.
+        `codecs`, one a layer, are the namespace's or better ones; None: the namespace's.
         Raises RoomNeeded when not one block fits now, BudgetTooSmall when it never
         can, InvalidArgument when there is nothing to demote, NotFound, TierFull.
         """
         session = self.session(number, engine_id=engine_id)
-        own = session.namespace.codec
-        if codec not in (None, own, CodecId.RAW):
-            raise InvalidArgument(f"codec must be {own.name} or RAW here")
+        page_codecs = check_codecs(session, codecs)
         if need_blocks < 1 or not all(0 <= b < session.max_blocks for b in hot_blocks):
             raise InvalidArgument("plan_demotion: a block or the count is out of range")
         self.demotions.admit(engine_id)
@@ -293,28 +293,15 @@ class Store:
             return again.plan  # the engine asks anew: the reply was lost on its way
         chosen: dict[int, list[Place]] = {}
         for block in victims:
-            page_codec = CodecId.RAW if block == 0 else codec or own
-            places = self.placement.reserve(Tier.WARM, session, page_codec, session.layers)
+            places = lend_block(self.placement, session, block_codecs(block, page_codecs))
             if not places:
                 break
             chosen[block] = places
         if not chosen:
-            first_codec = CodecId.RAW if victims[0] == 0 else codec or own
-            raise self._no_room(session, first_codec, len(victims))
+            first = block_codecs(victims[0], page_codecs)
+            raise no_room(self.placement, session, first, len(victims))
+        session.page_codecs = page_codecs
         return self.demotions.lend(engine_id, session, chosen, self.clock.monotonic())
-
-    def _no_room(self, session: Session, codec: CodecId, blocks: int) -> TierFull | BudgetTooSmall:
-        pool = self.placement.pool(Tier.WARM, session, codec)
-        warm_slots = self.placement.pools[Tier.WARM].slots_max(pool.slot_bytes)
-        if warm_slots < session.layers:
-            smallest_bytes = session.layers * pool.slot_bytes
-            return BudgetTooSmall(
-                f"the warm tier cannot hold one block: it needs {smallest_bytes} bytes",
-                smallest_bytes=smallest_bytes,
-            )
-        # A quarter of warm at most, so that one plan does not turn the whole tier over.
-        blocks = min(blocks, max(1, warm_slots // session.layers // 4))
-        return RoomNeeded("the warm tier is full", pool=pool, slots=blocks * session.layers)
 
     def commit(self, engine_id: int, reservation: int, digests: bytes) -> None:
         """Publish a plan's pages. `digests`: 16 bytes (xxh3-128 of the payload) a page, in order.

@@ -66,6 +66,15 @@ class Traffic:
             page_bytes=page_bytes,
         )
 
+    def slots_bytes(self, keys: Collection[PageKey]) -> int:
+        """Return the bytes of these pages' slots, those below hot."""
+        sizes_bytes = 0
+        for key in keys:
+            session = self._book.find(key.session)
+            if page := session.index.get(key.layer, key.block):
+                sizes_bytes += self._placement.slot_bytes(session, page.place.codec)
+        return sizes_bytes
+
     def pages_in(self, tier: Tier, session: Session, blocks: Sequence[int]) -> list[PageKey]:
         """Return the pages of `blocks` that are in `tier`, block by block."""
         return [
@@ -100,9 +109,7 @@ class Traffic:
     def finish(self, moves: Sequence[Move]) -> None:
         """The bytes are there: publish each page at its new place, unless it has gone."""
         now_seconds = self._clock.monotonic()
-        for move in moves:
-            if not self._placement.finish_move(move):
-                continue
+        for move in self._placement.finish_moves(moves):
             if move.keeps_source:
                 self.counts["backups"] += 1
             elif move.destination.tier is Tier.COLD:

@@ -109,6 +109,7 @@ class Geometry:
 class Namespace:
     """All that must be equal for KV to be exchangeable.
 
+    `codec` is the base, `codec_layers` its exceptions (canonical, layercodecs.py).
     The digest is taken over a length-delimited encoding of every field by
     name, so that no two field values can run together into the same bytes.
     """
@@ -122,12 +123,23 @@ class Namespace:
     rank_map: str = ""
     tenant_salt: str = ""
     format_version: int = FORMAT_VERSION
+    codec_layers: str = ""
 
     def canonical(self) -> list[tuple[str, str]]:
-        """Return every field, geometry's included, as (name, text) in a fixed order."""
+        """Return every field, geometry's included, as (name, text) in a fixed order.
+
+        `codec_layers` is left out while it is empty: what was written before it
+        was a field keeps its digest.
+        """
         own = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "geometry"]
+        own = [(name, value) for name, value in own if name != "codec_layers" or value]
         shape = [(f"geometry.{f.name}", getattr(self.geometry, f.name)) for f in fields(Geometry)]
         return [(name, _text(value)) for name, value in sorted(own + shape)]
+
+    def differing(self, other: Namespace) -> list[str]:
+        """Return the names of the fields in which another namespace differs, in a fixed order."""
+        theirs, mine = dict(other.canonical()), dict(self.canonical())
+        return [name for name in sorted(mine | theirs) if mine.get(name) != theirs.get(name)]
 
     def digest(self) -> bytes:
         """Return 16 bytes that name this namespace (xxh3-128)."""

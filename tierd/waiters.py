@@ -8,6 +8,8 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tierd.errors import (
@@ -30,11 +32,10 @@ PARK_SECONDS_MAX = 600.0  # 37 GiB at the slowest disk we promise for
 
 @dataclass(slots=True, eq=False)
 class RoomWaiter:
-    """A demotion that waits until `slots` of `pool` can be reserved."""
+    """A demotion that waits until the slots of `needs` can be reserved, all of them."""
 
     session: Session
-    pool: SlabPool
-    slots: int
+    needs: Mapping[SlabPool, int]
     deadline_seconds: float
     answer: asyncio.Future[None]
 
@@ -102,12 +103,11 @@ class Waiters:
 
     def _answer_rooms(self, now_seconds: float) -> None:
         pools = self._store.placement.pools[Tier.WARM]
-        promised: dict[SlabPool, int] = {}
+        promised: Counter[SlabPool] = Counter()
         for waiter in list(self.rooms):
-            slots = promised.get(waiter.pool, 0) + waiter.slots
-            promised[waiter.pool] = slots
+            promised.update(waiter.needs)
             closed = waiter.session.state is SessionState.CLOSED
-            if closed or waiter.answer.done() or pools.make_available(waiter.pool, slots):
+            if closed or waiter.answer.done() or pools.make_room(promised):
                 self.answer(waiter.answer)
             elif now_seconds >= waiter.deadline_seconds:
                 self.answer(waiter.answer, TierFull(self._why_full()))

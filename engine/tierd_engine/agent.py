@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tierd.client import Client, Demotion, SessionHandle
 from tierd.codec import digest_pages, encode_pages
 from tierd.codec.layout import HEADER_BYTES, page_layout
-from tierd.errors import CodecError
+from tierd.errors import BudgetTooSmall, CodecError
 from tierd.types import CodecId, Geometry
 from tierd_engine.arena import HotArena
 
@@ -44,6 +44,8 @@ class TransferAgent:
         self._session = session
         self._arena = arena
         self._geometry: Geometry = arena.geometry
+        self.codecs: Sequence[CodecId] | None = None  # a codec a layer; None: the namespace's
+        self.codecs_refused = False
         self.demoted_blocks = 0
         self.raw_fallback_blocks = 0
         self.encoded_bytes = 0
@@ -59,15 +61,14 @@ class TransferAgent:
         """Move `need_blocks` of the candidates below the hot tier.
 
         A block that the session's codec cannot encode (NaN, infinity, out of
-        range) goes down as `raw` instead, and is counted. Raises TierFull or
+        range) goes down as `raw` instead, and is counted. Where warm can never hold
+        a block of `codecs`, the namespace's are used from there on. Raises TierFull or
         DaemonUnavailable; blocks not yet published then stay hot.
         """
         remaining = list(candidates)
         moved = 0
         while moved < need_blocks:
-            demotion = self._session.plan_demotion(
-                remaining, need_blocks - moved, include_first=include_first
-            )
+            demotion = self._plan(remaining, need_blocks - moved, include_first)
             try:
                 self._carry(demotion, hot)
             except CodecError:
@@ -75,14 +76,29 @@ class TransferAgent:
             moved += len(demotion.blocks)
             remaining = [block for block in remaining if block not in demotion.blocks]
 
+    def _plan(self, blocks: Sequence[int], need_blocks: int, include_first: bool) -> Demotion:
+        def ask() -> Demotion:
+            return self._session.plan_demotion(
+                blocks, need_blocks, codecs=self.codecs, include_first=include_first
+            )
+
+        try:
+            return ask()
+        except BudgetTooSmall:
+            if self.codecs is None:
+                raise
+            self.codecs, self.codecs_refused = None, True
+            return ask()
+
     def _carry_as_raw(self, blocks: Sequence[int], hot: HotBlocks, include_first: bool) -> None:
         for block in blocks:
-            demotion = self._session.plan_demotion([block], 1, include_first=include_first)
+            demotion = self._plan([block], 1, include_first)
             try:
                 self._carry(demotion, hot)
             except CodecError:
+                codecs = [CodecId.RAW] * self._geometry.layers
                 raw = self._session.plan_demotion(
-                    [block], 1, include_first=include_first, codec=CodecId.RAW
+                    [block], 1, codecs=codecs, include_first=include_first
                 )
                 self._carry(raw, hot)
                 self.raw_fallback_blocks += 1
@@ -100,19 +116,18 @@ class TransferAgent:
 
     def _encode(self, demotion: Demotion, hot: HotBlocks) -> npt.NDArray[np.uint8]:
         """Encode every page into its reserved slot; return digests [blocks, layers, 16]."""
-        layers = self._geometry.layers
-        digests = np.zeros((len(demotion.blocks), layers, 16), dtype=np.uint8)
-        for codec in sorted({int(codec) for codec in demotion.codec}):
-            rows = np.flatnonzero(demotion.codec == codec)
-            layout = page_layout(self._geometry, CodecId(codec))
-            blocks = [demotion.blocks[row] for row in rows]
-            source = self._hot_addresses(hot, blocks)
-            target = self._slot_addresses(demotion, rows) + HEADER_BYTES
-            status = encode_pages(source.ravel(), target.ravel(), layout)
-            self._require_encoded(status.reshape(len(rows), layers), blocks, CodecId(codec))
-            taken = digest_pages(target.ravel(), layout.payload_bytes)
-            digests[rows] = taken.reshape(len(rows), layers, 16)
-            self.encoded_bytes += source.size * layout.payload_bytes
+        shape = demotion.codec.shape
+        digests = np.zeros((*shape, 16), dtype=np.uint8)
+        source = self._hot_addresses(hot, demotion.blocks)
+        for codec in map(CodecId, np.unique(demotion.codec).tolist()):
+            layout = page_layout(self._geometry, codec)
+            here = demotion.codec == codec
+            target = self._slot_addresses(demotion, here) + HEADER_BYTES
+            status = np.zeros(shape, dtype=np.uint8)
+            status[here] = encode_pages(source[here], target, layout)
+            self._require_encoded(status, demotion.blocks, codec)
+            digests[here] = digest_pages(target, layout.payload_bytes)
+            self.encoded_bytes += len(target) * layout.payload_bytes
         return digests
 
     def _hot_addresses(self, hot: HotBlocks, blocks: Sequence[int]) -> IntArray:
@@ -122,13 +137,14 @@ class TransferAgent:
         starts = self._arena.base_address + slots * self._arena.slot_bytes
         return starts[:, None] + layers[None, :] * page_bytes
 
-    def _slot_addresses(self, demotion: Demotion, rows: npt.NDArray[np.intp]) -> IntArray:
-        slab = demotion.slab[rows]
+    def _slot_addresses(self, demotion: Demotion, pages: npt.NDArray[np.bool_]) -> IntArray:
+        """Return the addresses of the slots of `pages`, bool [blocks, layers]; int64 [pages]."""
+        slab = demotion.slab[pages]
         addresses = np.empty(slab.shape, dtype=np.int64)
         for slab_id in np.unique(slab):
             mapped = self._client.slab(int(slab_id))
             here = slab == slab_id
-            slots = demotion.slot[rows][here].astype(np.int64)
+            slots = demotion.slot[pages][here].astype(np.int64)
             addresses[here] = mapped.address + slots * mapped.slot_bytes
         return addresses
 

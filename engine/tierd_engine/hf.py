@@ -196,6 +196,7 @@ def namespace_for(
     dtype: DType,
     codec: CodecId,
     block_tokens: int,
+    codec_layers: str = "",
     weights: Weights = Weights.AUTO,
 ) -> Namespace:
     """Return the namespace of this model's KV. Weights that are changed give other KV."""
@@ -204,6 +205,7 @@ def namespace_for(
         geometry=shape.geometry(dtype, block_tokens),
         weights_digest=weights_digest(folder) + changed,
         codec=codec,
+        codec_layers=codec_layers,
         rope=shape.rope,
     )
 

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tierd.codec.layout import page_layout
+from tierd.layercodecs import CodecChoice
 from tierd.types import CodecId, Tier
+from tierd_engine.guardreport import guard_section
 
 if TYPE_CHECKING:
     from tierd_engine.fidelity import FidelityReport
@@ -65,7 +67,7 @@ def build_report(
     sections: dict[str, Any] = {
         "model": job.spec.model,
         "dtype": str(job.dtype),
-        "codec": job.codec.name.lower(),
+        "codec": str(CodecChoice(job.codec, job.namespace.codec_layers)),
         "plan": str(job.plan),
         "block_tokens": job.sizes.block_tokens,
         "kv_bytes": job.sizes.kv_bytes,
@@ -86,6 +88,7 @@ def build_report(
             "cold_wait_seconds": counts.cold_wait_seconds,
         },
         **_tier_sections(job, kv, stats),
+        "guard": guard_section(kv.guard, followed=not kv.agent.codecs_refused),
         "checks": {
             "digests_verified": kv.reader.pages_read,
             "damaged_or_lost_blocks": sum(generator.losses.values()),

@@ -18,13 +18,14 @@ import numpy as np
 import torch
 
 from tierd.client import Client, SessionHandle
-from tierd.codec import parse_codec
 from tierd.errors import InvalidArgument, LayoutMismatch
+from tierd.layercodecs import layer_codecs, parse_codec_choice
 from tierd.types import CodecId, DType, Namespace, SessionState
 from tierd_engine import hf
 from tierd_engine.attention.plan import PlanMode
 from tierd_engine.fidelity import compare_with_own_cache
 from tierd_engine.generator import Generator
+from tierd_engine.guard import QualityGuard
 from tierd_engine.prompt import TextStream, build_followup, build_prompt, follow
 from tierd_engine.report import JobReport, build_report
 from tierd_engine.session import SessionKV
@@ -39,7 +40,8 @@ class JobSpec:
 
     `context_tokens`: exact length of the prompt, the document cut to fit; None
     takes the whole document. `hot`, `warm` None: see sizing.py. `block_tokens` None:
-    the largest of 256..16 of which the hot budget holds two. `codec` None: int8.
+    the largest of 256..16 of which the hot budget holds two. `codec` None: int8; it may
+    name layers (layercodecs.py). `guard`: layers that it harms get a better one (guard.py).
     `keep`: suspend the session at the end, so that another job can `resume` it
     by its id and ask more, without the document. A resumed session has its own
     codec and block size, and is kept again unless `drop`; if the job fails or is
@@ -64,6 +66,7 @@ class JobSpec:
     keep: bool = False
     resume: str | None = None
     drop: bool = False
+    guard: bool = True
 
     @property
     def keeps(self) -> bool:
@@ -147,14 +150,14 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
     tokenizer = hf.load_tokenizer(folder)
     if held is None:
         ids = build_prompt(tokenizer, spec.document, spec.prompt, spec.context_tokens).token_ids
-        codec, block_tokens, context = (
-            parse_codec(spec.codec or "int8"),
+        choice, block_tokens, context = (
+            parse_codec_choice(spec.codec or "int8"),
             spec.block_tokens,
             len(ids),
         )
     else:
         ids = build_followup(tokenizer, spec.prompt)
-        codec, block_tokens = parse_codec(held["codec"]), int(held["block_tokens"])
+        choice, block_tokens = parse_codec_choice(held["codec"]), int(held["block_tokens"])
         context = int(held["tokens"]) + len(ids)
         dtype = _held_dtype(spec, held, folder, shape)
     hf.check_token_ids(config, ids)
@@ -162,7 +165,9 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
     sizes = size_tiers(
         shape,
         dtype,
-        codec,
+        choice.base,
+        codec_layers=choice.layers,
+        guarded=spec.guard,
         context_tokens=context,
         max_new_tokens=spec.max_new_tokens,
         hot=spec.hot,
@@ -173,7 +178,15 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
     if socket is not None:
         with Client.connect(socket, kind="tool") as client:
             check_daemon_room(sizes, client.stats(), resumed=held is not None)
-    namespace = hf.namespace_for(folder, shape, dtype, codec, sizes.block_tokens, weights)
+    namespace = hf.namespace_for(
+        folder,
+        shape,
+        dtype,
+        choice.base,
+        sizes.block_tokens,
+        choice.layers,
+        weights,
+    )
     return PreparedJob(
         spec, folder, config, shape, tokenizer, ids, namespace, plan, sizes, socket is not None
     )
@@ -195,9 +208,17 @@ def _held_dtype(spec: JobSpec, held: dict[str, Any], folder: Path, shape: hf.Mod
 
     The daemon knows a namespace by its digest alone: what could have made it is tried.
     """
-    codec, block_tokens = parse_codec(held["codec"]), int(held["block_tokens"])
     weights = Weights.parse(spec.weights)
-    wanted = hf.namespace_for(folder, shape, DType.FLOAT32, codec, block_tokens, weights)
+    choice, block_tokens = parse_codec_choice(held["codec"]), int(held["block_tokens"])
+    wanted = hf.namespace_for(
+        folder,
+        shape,
+        DType.FLOAT32,
+        choice.base,
+        block_tokens,
+        choice.layers,
+        weights,
+    )
 
     def dtype_of(namespace: Namespace) -> DType | None:
         for dtype in DType:
@@ -263,10 +284,12 @@ def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
             job.sizes.hot_budget_bytes,
             job.sizes.total_tokens,
             job.plan,
+            QualityGuard(job.namespace, job.shape.heads) if job.spec.guard else None,
         )
         try:
             events.working("compiling the kernels (kept for the next run)")
-            warm_up(kv.geometry, job.shape.heads, job.codec, kv.executors.staging)
+            others = kv.guard.codecs() if kv.guard else layer_codecs(job.namespace)
+            warm_up(kv.geometry, job.shape.heads, job.codec, kv.executors.staging, others)
             return _run_session(job, model, client, kv, events)
         except BaseException:
             kv.cancel()  # leaves the epoch: nothing below is read any more

@@ -39,6 +39,7 @@ from tierd_engine.attention.plan import (
     warm_runs,
 )
 from tierd_engine.coldread import ColdPage, ColdReader
+from tierd_engine.guard import QualityGuard
 from tierd_engine.link import DaemonLink
 from tierd_engine.staging import StagingRing
 
@@ -63,7 +64,8 @@ class SessionKV:
     """The KV of one session over all tiers. Used by one thread.
 
     A step is `begin(n)`, then for each layer `append` and `attend`, then
-    `finish`; or `cancel` at any point. `heads`: query heads.
+    `finish`; or `cancel` at any point. `heads`: query heads. `guard` None: pages get the
+    namespace's codecs.
     """
 
     def __init__(
@@ -74,12 +76,13 @@ class SessionKV:
         hot_budget_bytes: int,
         max_tokens: int,
         mode: PlanMode = PlanMode.AUTO,
+        guard: QualityGuard | None = None,
     ) -> None:
         namespace: Namespace = handle.namespace
         geometry: Geometry = namespace.geometry
         self.client, self.handle, self.geometry = client, handle, geometry
         self._namespace_digest = namespace.digest()
-        self.mode = mode
+        self.mode, self.guard = mode, guard
         self.max_tokens = max_tokens
         self.arena = HotArena(
             geometry, hot_budget_bytes, blocks_max=geometry.blocks_for(max_tokens)
@@ -194,6 +197,8 @@ class SessionKV:
         """
         n = query.shape[1]
         plan = self._current_plan()
+        if self.guard is not None and self.guard.verdict is None:
+            self.guard.observe(layer, query, self.position, scale)
         if n <= FEW_QUERIES_MAX:
             q = query.transpose(0, 1).to(torch.float32).contiguous().numpy()
             mode = PlanMode.NEAR if self.mode is PlanMode.AUTO else self.mode
@@ -232,6 +237,8 @@ class SessionKV:
         """Undo a step at any point: the session is as it was before `begin`. Idempotent."""
         if self.step_tokens:
             self._leave()
+            if self.guard is not None:
+                self.guard.forget_step()
         for block in [b for b in self._hot if b >= self.geometry.blocks_for(self.position)]:
             self.drop(block)  # made for the step; kept, they would be room that nobody has
         self._lengths = [self.position] * self.geometry.layers
@@ -262,6 +269,9 @@ class SessionKV:
     def _demote(self, candidates: list[int], need: int, *, include_first: bool = False) -> None:
         """Take `need` of the candidates from the hot tier, whatever becomes of the daemon."""
         goal = len(self._hot) - need
+        if self.guard is not None and self.guard.verdict is None:
+            self.guard.decide(self.arena, self._hot, candidates, self.position)
+            self._follow_verdict()
 
         def go_on() -> None:
             self._drop_published(candidates)
@@ -271,6 +281,10 @@ class SessionKV:
                 self.agent.demote(self, left, short, include_first=include_first)
 
         self.link.run(go_on)
+
+    def _follow_verdict(self) -> None:
+        if self.guard is not None and self.guard.verdict is not None:
+            self.agent.codecs = self.guard.verdict.codecs
 
     def _drop_published(self, candidates: list[int]) -> None:
         """Drop hot blocks whose pages are all below: a commit went through, its reply was lost."""
@@ -426,6 +440,9 @@ class SessionKV:
         assert self.position == 0 and not self._hot, "only a fresh SessionKV adopts"
         self.position = sealed_blocks * self.geometry.block_tokens
         self._lengths = [self.position] * self.geometry.layers
+        if self.guard is not None:
+            self.guard.adopt(self.handle.table.read(sealed_blocks).codec)
+            self._follow_verdict()
 
     def close(self) -> None:
         """Stop reading, and close the session in the daemon unless it was suspended."""

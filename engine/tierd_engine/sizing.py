@@ -7,12 +7,15 @@ budget that is not given is a quarter, or the smallest that works where that is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tierd.codec.layout import page_layout
 from tierd.errors import BudgetTooSmall, InvalidArgument, TierFull
+from tierd.layercodecs import CodecChoice
+from tierd.memory.slabs import smallest_budget
 from tierd.types import BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MIN, CodecId, DType, Geometry
 from tierd.units import MIB, format_size, parse_share
 from tierd_engine.arena import hot_block_bytes
@@ -20,6 +23,9 @@ from tierd_engine.hf import ModelShape
 
 SHARE_DEFAULT = "25%"
 HOT_BLOCKS_MIN = 2  # block 0 (attention sinks) and the open block
+# And the newest full one: else an open block's first tokens have no exact ones just before them.
+# Smaller blocks in the same hot bytes then halve the mean KL of k8v4 (docs/fidelity.md).
+HOT_BLOCKS_WANTED = 3
 # The cold tier's last slab is whole, and a slab file is at most 256 MiB or the need itself.
 _COLD_SLACK_BYTES = 1 * MIB
 
@@ -29,7 +35,8 @@ class JobSizes:
     """Bytes and tokens of one job. `kv_bytes` is the whole KV in the model's dtype.
 
     `hot_bytes`: what the hot tier allocates, at most its budget. `below_bytes`: what must
-    find room below it at once, in warm and cold together; `block_slot_bytes` of them is one block.
+    find room below it at once, in warm and cold together; `block_slot_bytes` is the smallest
+    warm tier that holds a block.
     """
 
     context_tokens: int
@@ -55,31 +62,37 @@ def size_tiers(
     warm: str | None,
     block_tokens: int | None,
     kept: bool = False,
+    codec_layers: str = "",
+    guarded: bool = False,
 ) -> JobSizes:
     """Return the job's sizes. `hot`, `warm` None: the default. `kept`: all goes below at the end.
 
+    `guarded`: layers may get a better codec than was asked for, so that pages take more: the
+    disk's share is sized for raw ones, the most that can be. Warm is sized for the codecs
+    asked for, but holds a raw block where it is not given.
     Raises BudgetTooSmall naming the option and the smallest value that works.
     """
     total = context_tokens + max_new_tokens
     geometry, hot_budget = _choose_geometry(shape, dtype, total, hot, block_tokens)
     blocks = geometry.blocks_for(total)
     hot_blocks = min(blocks, hot_budget // hot_block_bytes(geometry))
-    block_slots = geometry.layers * page_layout(geometry, codec).slot_bytes
+    block_slots, smallest_warm = _block_bytes(geometry, CodecChoice(codec, codec_layers))
     raw_block_slots = geometry.layers * page_layout(geometry, CodecId.RAW).slot_bytes
     warm_budget = parse_share(warm or SHARE_DEFAULT, blocks * block_slots)
     if warm is None:
         # A block that the codec cannot encode goes down raw.
-        warm_budget = max(warm_budget, raw_block_slots)
-    if hot_blocks < blocks and warm_budget < block_slots:
+        warm_budget = max(warm_budget, raw_block_slots, smallest_warm)
+    if hot_blocks < blocks and warm_budget < smallest_warm:
         raise BudgetTooSmall(
             f"--warm {warm} is {warm_budget} bytes; the smallest that works is "
-            f"{block_slots} bytes ({format_size(block_slots)}), one block of "
+            f"{smallest_warm} bytes ({format_size(smallest_warm)}), one block of "
             f"{geometry.block_tokens} tokens",
-            smallest_bytes=block_slots,
+            smallest_bytes=smallest_warm,
         )
-    cold_blocks = max(0, blocks - hot_blocks - warm_budget // block_slots)
+    largest_slots = raw_block_slots if guarded else block_slots
+    cold_blocks = max(0, blocks - hot_blocks - warm_budget // largest_slots)
     # Pages pass through warm on their way down, so a full warm tier spills one block early.
-    cold_needed = (cold_blocks + 1) * block_slots + _COLD_SLACK_BYTES if cold_blocks else 0
+    cold_needed = (cold_blocks + 1) * largest_slots + _COLD_SLACK_BYTES if cold_blocks else 0
     below = (blocks - hot_blocks) * block_slots
     if kept:
         # Sealed blocks alone are kept, and the first of them as it is in hot.
@@ -95,23 +108,36 @@ def size_tiers(
         warm_budget_bytes=warm_budget,
         cold_needed_bytes=cold_needed,
         below_bytes=below,
-        block_slot_bytes=block_slots,
+        block_slot_bytes=smallest_warm,
     )
+
+
+def _block_bytes(geometry: Geometry, choice: CodecChoice) -> tuple[int, int]:
+    """Return the bytes of a block's slots, and the smallest warm tier that holds them."""
+    counts = Counter(choice.per_layer(geometry.layers))
+    sizes = {codec: page_layout(geometry, codec).slot_bytes for codec in counts}
+    block_bytes = sum(sizes[codec] * pages for codec, pages in counts.items())
+    return block_bytes, smallest_budget(block_bytes, len(set(sizes.values())))
 
 
 def _choose_geometry(
     shape: ModelShape, dtype: DType, total: int, hot: str | None, block_tokens: int | None
 ) -> tuple[Geometry, int]:
-    """Return the geometry with the largest block of which the hot budget holds two, and that."""
+    """Return the geometry with the largest block of which the hot budget holds three, and that.
+
+    Of the smallest block, or of `block_tokens` if given, two are enough.
+    """
     tokens = BLOCK_TOKENS_DEFAULT if block_tokens is None else block_tokens
     while True:
         geometry = shape.geometry(dtype, tokens)
-        need = min(HOT_BLOCKS_MIN, geometry.blocks_for(total))
+        is_last = block_tokens is not None or tokens == BLOCK_TOKENS_MIN
+        wanted = HOT_BLOCKS_MIN if is_last else HOT_BLOCKS_WANTED
+        need = min(wanted, geometry.blocks_for(total))
         smallest = need * hot_block_bytes(geometry)
         budget = _hot_budget(hot, geometry, total)
         if budget >= smallest:
             return geometry, budget
-        if block_tokens is not None or tokens == BLOCK_TOKENS_MIN:
+        if is_last:
             break
         tokens //= 2
     if hot is None:

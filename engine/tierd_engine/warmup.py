@@ -6,6 +6,8 @@ while the user still reads "loading", not in the middle of the first token.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from tierd.codec import decode_pages, digest_pages, encode_pages, page_layout
@@ -16,7 +18,13 @@ from tierd_engine.staging import DecodeStaging
 _ALIGN_BYTES = 4096
 
 
-def warm_up(geometry: Geometry, heads: int, codec: CodecId, staging: DecodeStaging) -> None:
+def warm_up(
+    geometry: Geometry,
+    heads: int,
+    codec: CodecId,
+    staging: DecodeStaging,
+    others: Collection[CodecId] = (),
+) -> None:
     """Run each kernel once on a page of zeros. Writes to the first block of `staging`."""
     raw = page_layout(geometry, CodecId.RAW)
     pages = np.zeros(2 * _ALIGN_BYTES + 2 * raw.slot_bytes, dtype=np.uint8)
@@ -25,7 +33,7 @@ def warm_up(geometry: Geometry, heads: int, codec: CodecId, staging: DecodeStagi
     sources, targets = np.array([source], np.int64), np.array([target], np.int64)
     q = np.zeros((1, heads, geometry.head_dim), np.float32)
     lse = np.zeros((1, heads), np.float32)
-    for kind in sorted({CodecId.RAW, codec}):
+    for kind in sorted({CodecId.RAW, codec, *others}):
         layout = page_layout(geometry, kind)
         encode_pages(sources, targets, layout)
         digest_pages(targets, layout.payload_bytes)

@@ -46,6 +46,7 @@ class FakeWorld:
     client_stats: dict[str, Any] = field(default_factory=dict)
     client_sessions: list[dict[str, Any]] = field(default_factory=list)
     hints: list[Any] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
     models: list[str] = field(default_factory=list)
     model_error: Exception | None = None
     hot_bytes: int = 1024
@@ -136,6 +137,9 @@ def _client(world: FakeWorld) -> ModuleType:
         def session(self, session: str) -> dict[str, Any]:
             (found,) = [row for row in world.client_sessions if row["id"] == session]
             return found
+
+        def close_session(self, session: str) -> None:
+            world.closed.append(session)
 
         def hint(self, session: str, **wish: Any) -> dict[str, Any]:
             world.hints.append((session, wish))

@@ -44,6 +44,19 @@ def test_sessions_are_listed(tierd: Any, world: Any) -> None:
     assert parsed == {"version": 1, "sessions": world.client_sessions}
 
 
+def test_a_session_is_dropped_only_with_yes_and_only_if_suspended(tierd: Any, world: Any) -> None:
+    world.client_sessions = [{"id": "abc", "state": "suspended", "tokens": 512},
+                             {"id": "def", "state": "running", "tokens": 0}]  # fmt: skip
+    outcome = tierd("sessions", "--daemon", "/run/t.sock", "--drop", "abc")
+    assert outcome.code == 2 and "512 tokens" in outcome.err and "--yes" in outcome.err
+    outcome = tierd("sessions", "--daemon", "/run/t.sock", "--drop", "def", "--yes")
+    assert outcome.code == 2 and "running" in outcome.err
+    assert world.closed == []
+    outcome = tierd("sessions", "--daemon", "/run/t.sock", "--drop", "abc", "--yes")
+    assert outcome.code == 0 and world.closed == ["abc"]
+    assert tierd("sessions", "--daemon", "/run/t.sock", "--yes").code == 2
+
+
 def test_no_sessions_are_said_to_be_none(tierd: Any, world: Any) -> None:
     outcome = tierd("sessions", "--daemon", "/run/t.sock")
     assert (outcome.code, outcome.out) == (0, "no sessions\n")

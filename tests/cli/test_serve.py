@@ -48,7 +48,7 @@ def test_a_daemon_is_read_and_ends_cleanly(tierd: Any, served: Any) -> None:
     assert stats["version"] == 1
     assert stats["tiers"]["warm"]["capacity_bytes"] == 16 << 20
     # The cap counts the journal too.
-    assert 60 << 20 < stats["tiers"]["cold"]["capacity_bytes"] < 64 << 20
+    assert 56 << 20 < stats["tiers"]["cold"]["capacity_bytes"] < 64 << 20
     sessions = tierd("sessions", "--daemon", socket, "--json")
     assert json.loads(sessions.out) == {"version": 1, "sessions": []}
     unknown = tierd("hint", "00000000000000ab", "--deadline", "1s", "--daemon", socket)

@@ -158,7 +158,11 @@ class Rig:
         ledger.check_integrity()
         fresh = ledger.take_slab_id()
         assert self.lies or fresh > max(self.used_ids, default=0), f"seed {self.seed}"
-        self.check_found(state_of(ledger._image), slab_files(disk))
+        found = state_of(ledger._image)
+        self.check_found(found, slab_files(disk))
+        if self.lies:
+            # What this start gave up it gave up for good, though a slab's file may be back.
+            self.history.append(found)
         return ledger
 
     def check_now(self) -> None:

@@ -54,3 +54,8 @@ def test_faults_now_and_then_lose_nothing(kind: FaultKind) -> None:
 def test_the_superblock_survives_syncs_that_fail_again_and_again() -> None:
     # Found by scripts/torture: two failed updates in place left no two copies that agreed.
     FaultRun(677, rates=dict.fromkeys(HONEST_TORTURE, 0.01), steps=60).run()
+
+
+def test_a_journal_that_cannot_be_read_for_a_while_is_not_given_up() -> None:
+    # Found by scripts/torture: both tries failed, and the start went on without the segment.
+    FaultRun(400006, rates=dict.fromkeys(HONEST_TORTURE, 0.01), steps=60).run()

@@ -35,7 +35,7 @@ SLAB = SlabRecord(7, bytes(16), 8192, 12)
 OTHER = {
     "geometry": Geometry(3, 1, 64, DType.FLOAT32, 16), "weights_digest": "x", "codec": CodecId.RAW,
     "revision": "r", "adapters": "a", "rope": "p", "rank_map": "m", "tenant_salt": "s",
-    "format_version": 2,
+    "format_version": 2, "codec_layers": "0=raw",
 }  # fmt: skip
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.binary(max_size=50)
@@ -43,6 +43,20 @@ JUNK = st.recursive(
     lambda inner: st.lists(inner, max_size=6),
     max_leaves=12,
 )  # fmt: skip
+
+
+def test_a_namespace_of_before_there_were_exceptions_is_read() -> None:
+    items = namespace_items(NAMESPACE)
+    assert len(items[1]) == 8 and namespace_of(items) == NAMESPACE
+    layered = dataclasses.replace(NAMESPACE, codec_layers="0=raw")
+    assert namespace_items(layered)[1] == [*items[1], "0=raw"]
+
+
+@pytest.mark.parametrize("text", ["0=int3", "9999=raw", "1=raw,0=raw", 7])
+def test_exceptions_that_are_none_of_the_namespaces_layers_are_refused(text: object) -> None:
+    shape, own = namespace_items(NAMESPACE)
+    with pytest.raises(StorageError):
+        namespace_of([shape, [*own, text]])
 
 
 def test_a_row_is_44_packed_bytes() -> None:

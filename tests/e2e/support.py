@@ -25,6 +25,7 @@ from tierd.types import CodecId, DType, Namespace, Tier
 from tierd_engine.arena import hot_block_bytes
 from tierd_engine.attention.plan import PlanMode
 from tierd_engine.generator import Generator
+from tierd_engine.guard import QualityGuard
 from tierd_engine.session import SessionKV
 
 BLOCK_TOKENS = 16
@@ -54,10 +55,10 @@ def expected(seed: int, context: int, prompt_seed: int = 1) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def namespace(tiny: TinyModel) -> Namespace:
-    """Return the namespace of a tiny model's KV, codec raw."""
+def namespace(tiny: TinyModel, codec: CodecId = CodecId.RAW, codec_layers: str = "") -> Namespace:
+    """Return the namespace of a tiny model's KV."""
     geometry = tiny.shape.geometry(DType.FLOAT32, BLOCK_TOKENS)
-    return Namespace(geometry, weights_digest=tiny.name, codec=CodecId.RAW)
+    return Namespace(geometry, weights_digest=tiny.name, codec=codec, codec_layers=codec_layers)
 
 
 def block_bytes(tiny: TinyModel) -> int:
@@ -75,16 +76,19 @@ class Engine:
     def __init__(
         self, socket: str, tiny: TinyModel, *, hot_blocks: int = 3, max_tokens: int = 512,
         plan: PlanMode = PlanMode.NEAR, resume: str | None = None, rejoin_seconds: float = 0.3,
+        space: Namespace | None = None, guarded: bool = False,
     ) -> None:  # fmt: skip
         self.client = Client.connect(socket)
-        space = namespace(tiny)
+        space = space or namespace(tiny)
         if resume is None:
             handle = self.client.open_session(space, max_tokens)
         else:
             handle = self.client.resume(resume, space, max_tokens)
         self.handle = handle
         budget = hot_blocks * hot_block_bytes(space.geometry)
-        self.kv = SessionKV(self.client, handle, tiny.shape.heads, budget, max_tokens, plan)
+        heads = tiny.shape.heads
+        guard = QualityGuard(space, heads) if guarded else None
+        self.kv = SessionKV(self.client, handle, heads, budget, max_tokens, plan, guard)
         self.kv.arena.poison()
         self.kv.link.rejoin_seconds = rejoin_seconds
         self.generator = Generator(tiny.model, self.kv)
@@ -188,7 +192,7 @@ class Respawner:
     def next(self) -> None:
         """Wait until the next daemon is there."""
         assert self._parent.stdout is not None
-        self.pid = int(self._parent.stdout.readline())
+        self.pid = int(self._parent.stdout.readline().split()[1])
 
     def kill(self) -> None:
         """Kill the daemon and wait for the next."""

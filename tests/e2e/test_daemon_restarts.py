@@ -91,3 +91,22 @@ def test_kills_at_random_moments_change_no_token(tmp_path: Path, plan: PlanMode)
             killer.join(10.0)
     assert kills == KILLS
     assert recomputed == 0
+
+
+def test_a_suspended_session_goes_on_with_the_same_tokens_after_a_kill(tmp_path: Path) -> None:
+    tiny = model(MODEL)
+    with respawning(tiny, tmp_path, warm_blocks=6) as (daemon, socket):
+        eventually(lambda: connects(socket), START_SECONDS)
+        with Engine(socket, tiny) as job:
+            job.prefill(prompt(CONTEXT))
+            job.steps(20)
+            session, tokens = job.suspend(), list(job.tokens)
+        daemon.kill()
+        eventually(lambda: connects(socket), START_SECONDS)
+        with Engine(socket, tiny, resume=session) as job:
+            sealed = (CONTEXT + 20) // BLOCK_TOKENS * BLOCK_TOKENS
+            assert job.kv.position == sealed, "nothing below the last sealed block is computed anew"
+            job.prefill([])
+            job.steps(44)
+            assert tokens + job.tokens == list(expected(MODEL, CONTEXT))
+            assert job.generator.recomputed_tokens == 0

@@ -10,6 +10,7 @@ import numpy as np
 
 from tierd.codec.layout import page_layout
 from tierd.errors import TierFull
+from tierd.layercodecs import better_codecs, layer_codecs
 from tierd.types import CodecId, Namespace, Tier
 
 _FIELDS = {"tier": np.uint8, "codec": np.uint8, "slab": np.uint32, "slot": np.uint32,
@@ -78,7 +79,7 @@ class FakeDaemon:
         self.geometry = namespace.geometry
         self.slabs = {
             int(codec): FakeSlab(page_layout(self.geometry, codec).slot_bytes, warm_slots)
-            for codec in {CodecId.RAW, namespace.codec}
+            for codec in {CodecId.RAW, *layer_codecs(namespace), *better_codecs(namespace.codec)}
         }
         self.table = FakeTable(self.geometry.layers, self.geometry.blocks_for(max_tokens))
         self.epochs = FakeEpochs()
@@ -86,29 +87,31 @@ class FakeDaemon:
         self.lost = False
         self.truncations: list[tuple[int, int | None]] = []
         self.aborted = 0
+        self.asked: list[Any] = []
 
     def slab(self, slab_id: int) -> FakeSlab:
         return self.slabs[slab_id]
 
     def plan_demotion(
-        self, hot_blocks: list[int], need_blocks: int, *, codec: CodecId | None = None,
+        self, hot_blocks: list[int], need_blocks: int, *, codecs: Any = None,
         include_first: bool = False, deadline_seconds: float = 10.0,
     ) -> Any:  # fmt: skip
         assert not self.epochs.inside, "demotion inside a step would wait for itself"
         self.rpc_count += 1
-        layers = self.geometry.layers
-        number = int(codec or self.namespace.codec)
-        slab = self.slabs[number]
+        self.asked.append(codecs)
+        row = [int(codec) for codec in codecs or layer_codecs(self.namespace)]
         blocks = sorted(hot_blocks)[:need_blocks]
-        if not blocks or len(slab.free) < len(blocks) * layers:
+        if not blocks or any(
+            len(self.slabs[number].free) < len(blocks) * row.count(number) for number in row
+        ):
             raise TierFull("the fake warm tier is full")
-        slots = np.array([slab.free.pop(0) for _ in range(len(blocks) * layers)], np.uint32)
-        shape = (len(blocks), layers)
+        slots = [[self.slabs[number].free.pop(0) for number in row] for _ in blocks]
+        shape = (len(blocks), self.geometry.layers)
         return SimpleNamespace(
             blocks=blocks,
-            codec=np.full(len(blocks), number, np.uint8),
-            slab=np.full(shape, number, np.uint32),
-            slot=slots.reshape(shape),
+            codec=np.broadcast_to(np.array(row, np.uint8), shape),
+            slab=np.broadcast_to(np.array(row, np.uint32), shape),
+            slot=np.array(slots, np.uint32),
             generation=np.ones(shape, np.uint32),
         )
 
@@ -125,7 +128,8 @@ class FakeDaemon:
 
     def abort(self, demotion: Any) -> None:
         self.aborted += 1
-        self.slabs[int(demotion.slab[0, 0])].free.extend(demotion.slot.ravel().tolist())
+        for slab, slot in zip(demotion.slab.flat, demotion.slot.flat, strict=True):
+            self.slabs[int(slab)].free.append(int(slot))
 
     def truncate(self, first_block: int, *, damaged_layer: int | None = None) -> None:
         self.truncations.append((first_block, damaged_layer))

@@ -19,6 +19,7 @@ from tierd_engine.attention.plan import PlanMode
 from tierd_engine.cache import ATTENTION_NAME
 from tierd_engine.fidelity import OwnCacheRun
 from tierd_engine.generator import Generator
+from tierd_engine.guard import QualityGuard
 from tierd_engine.session import SessionKV
 from tierd_engine.sizing import JobSizes, size_tiers
 
@@ -71,6 +72,30 @@ def tiny_model(seed: int, family: str | None = None) -> TinyModel:
     model.config._attn_implementation = ATTENTION_NAME
     name = f"{family}-seed{seed}-kv{kv_heads}x{repeats}-d{head_dim}"
     return TinyModel(name, model, hf.model_shape(model.config))
+
+
+def outlier_model(seed: int, *, layers: int = 3, outlier: float = 60.0) -> TinyModel:
+    """Return a random Qwen2 whose keys of layer 1 have a few channels far larger than the rest.
+
+    As in Qwen2's own weights they come from the key projection's bias. Rotation turns the
+    two channels of a pair into each other as tokens go by, so that a channel's range within
+    a group of tokens is twice the bias, and what the other channels say of a key drowns in
+    its step.
+    """
+    import transformers as tf
+
+    config = tf.Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=96, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
+        initializer_range=0.2, head_dim=32,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = tf.Qwen2ForCausalLM(config).eval().to(torch.float32)
+    with torch.no_grad():
+        bias = model.model.layers[1].self_attn.k_proj.bias.view(2, 32)
+        bias[:, 0] = outlier
+    model.config._attn_implementation = ATTENTION_NAME
+    return TinyModel(f"outlier-seed{seed}", model, hf.model_shape(model.config))
 
 
 def random_tokens(count: int, seed: int) -> list[int]:
@@ -130,12 +155,14 @@ class TierRig:
     plan: PlanMode = PlanMode.AUTO
     dtype: DType = DType.FLOAT32
     block_tokens: int | None = None
+    codec_layers: str = ""
+    guarded: bool = False
 
     def __post_init__(self) -> None:
         self.sizes: JobSizes = size_tiers(
             self.shape, self.dtype, self.codec, context_tokens=self.context,
             max_new_tokens=self.new_tokens, hot=self.hot, warm=self.warm,
-            block_tokens=self.block_tokens,
+            block_tokens=self.block_tokens, codec_layers=self.codec_layers, guarded=self.guarded,
         )  # fmt: skip
         self._stack = ExitStack()
 
@@ -146,12 +173,14 @@ class TierRig:
         self.daemon = self._stack.enter_context(daemon)
         self.client = Client.connect(daemon.socket)
         self._stack.callback(self.client.close)
-        self.handle = self.client.open_session(
-            Namespace(geometry, weights_digest="test", codec=self.codec), sizes.total_tokens
+        namespace = Namespace(
+            geometry, weights_digest="test", codec=self.codec, codec_layers=self.codec_layers
         )
+        self.handle = self.client.open_session(namespace, sizes.total_tokens)
+        guard = QualityGuard(namespace, self.shape.heads) if self.guarded else None
         self.kv = SessionKV(
             self.client, self.handle, self.shape.heads, sizes.hot_budget_bytes,
-            sizes.total_tokens, self.plan,
+            sizes.total_tokens, self.plan, guard,
         )  # fmt: skip
         self._stack.callback(self.kv.close)
         self.kv.arena.poison()

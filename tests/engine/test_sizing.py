@@ -48,6 +48,13 @@ def test_large_budgets_use_the_default_block() -> None:
     assert _size(4096, "10%").block_tokens == 128
 
 
+def test_hot_holds_a_full_block_beside_the_first_and_the_open_one_where_smaller_blocks_do() -> None:
+    hot_tokens = [_size(context, "25%").hot_bytes // 46080 for context in (1900, 2900, 3000)]
+    blocks = [_size(context, "25%").block_tokens for context in (1900, 2900, 3000)]
+    assert blocks == [128, 128, 256]
+    assert [tokens // block for tokens, block in zip(hot_tokens, blocks, strict=True)] == [3, 5, 3]
+
+
 def test_a_hot_budget_too_small_names_the_smallest_and_the_smallest_works() -> None:
     with pytest.raises(BudgetTooSmall) as raised:
         _size(4096, "1000")
@@ -159,3 +166,34 @@ def test_a_codec_that_cannot_store_the_models_heads_is_refused_before_any_weight
             context_tokens=1024, max_new_tokens=128, hot="25%", warm="25%", block_tokens=None,
             kept=False,
         )  # fmt: skip
+
+
+def _mixed(warm: str | None, *, guarded: bool = False, layers: str = "0-9=raw") -> JobSizes:
+    return size_tiers(
+        SHAPE, DType.FLOAT32, CodecId.INT8, context_tokens=4096, max_new_tokens=128,
+        hot="25%", warm=warm, block_tokens=256, codec_layers=layers, guarded=guarded,
+    )  # fmt: skip
+
+
+def test_a_block_of_mixed_codecs_is_the_sum_of_its_layers() -> None:
+    plain, mixed, raw = _mixed("25%", layers=""), _mixed("25%"), _mixed("25%", layers="0-29=raw")
+    assert plain.below_bytes < mixed.below_bytes < raw.below_bytes
+    assert 30 * mixed.below_bytes == 20 * plain.below_bytes + 10 * raw.below_bytes
+
+
+def test_the_smallest_warm_for_a_block_of_mixed_codecs_works_whatever_slabs_it_makes() -> None:
+    with pytest.raises(BudgetTooSmall) as raised:
+        _mixed("0%")
+    smallest = raised.value.smallest_bytes
+    blocks = _mixed("25%").below_bytes * 16 // 17 // 13  # 13 blocks are not hot
+    assert smallest >= blocks
+    assert _mixed(str(smallest)).warm_budget_bytes == smallest == _mixed("50%").block_slot_bytes
+
+
+def test_a_guarded_job_has_disk_for_raw_pages_and_the_same_warm() -> None:
+    plain, guarded = _mixed("25%", layers=""), _mixed("25%", layers="", guarded=True)
+    assert guarded.warm_budget_bytes == plain.warm_budget_bytes
+    assert guarded.below_bytes == plain.below_bytes
+    raw = _mixed("0.25GiB", layers="0-29=raw").block_slot_bytes
+    blocks = 17 - 4 - plain.warm_budget_bytes // raw
+    assert guarded.cold_needed_bytes >= blocks * raw > plain.cold_needed_bytes

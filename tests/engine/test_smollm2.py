@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tierd.types import CodecId
 from tierd_engine import hf
 from tierd_engine.bench.exact import bench_exact
-from tierd_engine.bench.fidelity import bench_fidelity
+from tierd_engine.bench.fidelity import FidelityPlan, Verdict, bench_fidelity, judged
 from tierd_engine.bench.texts import python_reference
 from tierd_engine.prompt import build_prompt
 
@@ -17,9 +16,14 @@ def test_raw_tiers_give_smollm2s_own_tokens_under_every_budget_and_plan() -> Non
 
 
 def test_int8_meets_its_fidelity_bar_and_beats_the_q8_0_layout_on_real_text() -> None:
-    ours, q8 = bench_fidelity(1024, CodecId.INT8, 96)
-    assert ours.holds, ours
-    assert ours.kl_mean < q8.kl_mean, (ours, q8)
+    plan = FidelityPlan(("int8", "q8_0"), contexts=(1024,), texts=("prose",), tokens=96)
+    said: list[str] = []
+    done: list[FidelityPlan] = []
+    rows = bench_fidelity(plan, said.append, lambda part, _: done.append(part))
+    assert len(said) == 5 and done == [plan]
+    ours = [row for row in judged(rows) if row.layout == "int8"]
+    assert [row.protocol for row in ours] == ["tiers", "prefix"]
+    assert all(row.verdict is Verdict.HOLDS for row in ours), ours
 
 
 def test_control_tokens_in_a_users_text_are_letters_to_smollm2s_tokenizer() -> None:

@@ -90,6 +90,10 @@ class StoreMachine(RuleBasedStateMachine):
         sessions = [s for s in self.store.sessions() if s.engine_id is not None or not owned]
         return sessions[number % len(sessions)] if sessions else None
 
+    def kept_blocks(self, session: Session) -> int:
+        """Return how many blocks stay of a resumed session when its engine goes."""
+        return self.store.keeper.whole_blocks(session) if session.kept else 0
+
     # -- engines --------------------------------------------------
     @rule(engine=engines)
     def register(self, engine: int) -> None:
@@ -104,7 +108,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.read.pop(engine, None)
         for session in self.store.sessions():
             if session.engine_id == engine:
-                self.forget(session)
+                self.forget(session, self.kept_blocks(session))
         self.lent = {n: lent for n, lent in self.lent.items() if lent[0] != engine}
         self.store.drop_engine(engine)
         self.alive.discard(engine)
@@ -189,8 +193,9 @@ class StoreMachine(RuleBasedStateMachine):
         if session is None or not sure:
             return
         owner = session.engine_id if by_owner else None
+        kept = self.kept_blocks(session) if owner is not None else 0
         self.store.close_session(session.number, engine_id=owner)
-        self.forget(session)
+        self.forget(session, kept)
         if owner is not None:
             self.lent = {n: lent for n, lent in self.lent.items() if lent[1] is not session}
 
@@ -206,22 +211,25 @@ class StoreMachine(RuleBasedStateMachine):
         pick=picks,
         hot=st.permutations(range(BLOCKS)),
         need=st.integers(1, 3),
-        codec=st.sampled_from([None, None, CodecId.RAW]),
+        codecs=st.none() | st.tuples(*[st.sampled_from([CodecId.INT8, CodecId.RAW])] * LAYERS),
         at_once=st.booleans(),
     )
     def demote(
-        self, pick: int, hot: list[int], need: int, codec: CodecId | None, at_once: bool
-    ) -> None:
+        self, pick: int, hot: list[int], need: int, codecs: tuple[CodecId, ...] | None,
+        at_once: bool,
+    ) -> None:  # fmt: skip
         session = self.pick(pick, owned=True)
         if session is None:
             return
         engine = session.engine_id
         try:
             plan = self.store.plan_demotion(
-                engine, session.number, hot, need, codec=codec, include_first=True
+                engine, session.number, hot, need, codecs=codecs, include_first=True
             )
         except (TierFull, InvalidArgument):
             return
+        if plan.reservation in self.lent:
+            return  # nothing else is left: the plan that is still open is given again
         assert set(plan.blocks) <= set(hot) and len(plan.blocks) <= need
         self.commits += 1
         digests = self.rig.write(session, plan, self.commits)

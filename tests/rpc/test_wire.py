@@ -10,7 +10,7 @@ from tierd.types import CodecId, DType, Geometry, Namespace, Place, Tier
 
 GEOMETRY = Geometry(2, 3, 20, DType.BFLOAT16, 64)
 NAMESPACE = Namespace(
-    GEOMETRY, "weights", CodecId.RAW, "main", "adapters", "rope", "ranks", "salt", 7
+    GEOMETRY, "weights", CodecId.RAW, "main", "adapters", "rope", "ranks", "salt", 7, "1=int8"
 )
 
 
@@ -52,13 +52,30 @@ def test_a_namespace_without_codec_is_refused() -> None:
         wire.namespace_from_wire(message)
 
 
+def test_exceptions_that_are_not_canonical_are_refused() -> None:
+    message = wire.namespace_to_wire(NAMESPACE)
+    message.codec_layers = "2=int8"
+    with pytest.raises(InvalidArgument, match="layers 0 to 1"):
+        wire.namespace_from_wire(message)
+
+
+def test_codecs_a_layer_travel_as_bytes() -> None:
+    codecs = [CodecId.INT8, CodecId.RAW]
+    assert wire.codecs_of(wire.codecs_to_wire(codecs)) == codecs
+    assert wire.codecs_of(wire.codecs_to_wire(None)) is None
+    for wrong in (bytes([2, 0]), bytes([99])):
+        with pytest.raises(InvalidArgument, match="codec"):
+            wire.codecs_of(wrong)
+
+
 def test_a_plan_travels_by_columns() -> None:
     places = [
         [Place(Tier.WARM, codec, 1 + block, 10 * block + layer, 2**32 - 1) for layer in range(3)]
         for block, codec in enumerate([CodecId.RAW, CodecId.INT8])
     ]
     reply = wire.plan_to_wire(9, [0, 5], places)
-    assert list(reply.blocks) == [0, 5] and reply.codecs == bytes([1, 2])
+    assert list(reply.blocks) == [0, 5] and reply.codecs == bytes([1, 1, 1, 2, 2, 2])
+    assert wire.codec_column(reply.codecs, 2).tolist() == [[1, 1, 1], [2, 2, 2]]
     assert wire.u32_column(reply.slabs, 2).tolist() == [[1, 1, 1], [2, 2, 2]]
     assert wire.u32_column(reply.slots, 2).tolist() == [[0, 1, 2], [10, 11, 12]]
     assert (wire.u32_column(reply.generations, 2) == 2**32 - 1).all()

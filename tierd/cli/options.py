@@ -7,15 +7,8 @@ from typing import Annotated
 
 import typer
 
-
-class CodecName(enum.StrEnum):
-    """Codecs that pages can be stored with."""
-
-    RAW = "raw"
-    INT8 = "int8"
-    K8V4 = "k8v4"
-    INT4 = "int4"
-    FP8 = "fp8"
+from tierd.errors import InvalidArgument
+from tierd.layercodecs import CODEC_NAMES, parse_codec_choice
 
 
 class PlanName(enum.StrEnum):
@@ -67,9 +60,38 @@ ColdDir = Annotated[
         "\\[default: /var/tmp]",
     ),
 ]
+
+
+def _codec(value: str | None) -> str | None:
+    """Refuse, before anything slow is imported, what is no codec."""
+    if value is not None:
+        name = value.split(",")[0].strip().lower()
+        if name not in CODEC_NAMES and ":" not in name:
+            names = ", ".join(f"'{known}'" for known in CODEC_NAMES)
+            raise typer.BadParameter(f"{value!r} is not one of {names}.")
+        try:
+            parse_codec_choice(value)
+        except InvalidArgument as error:
+            raise typer.BadParameter(str(error)) from None
+    return value
+
+
 Codec = Annotated[
-    CodecName | None,
-    typer.Option("--codec", help="How pages are stored below hot.  \\[default: int8]"),
+    str | None,
+    typer.Option(
+        "--codec",
+        metavar="raw|int8|k8v4|int4|fp8[,layers:A-B=CODEC]",
+        callback=_codec,
+        help="How pages are stored below hot; layers may differ, as in k8v4,layers:0-1=int8.  "
+        "\\[default: int8]",
+    ),
+]
+NoGuard = Annotated[
+    bool,
+    typer.Option(
+        "--no-guard",
+        help="Keep to --codec, also in layers where it moves attention's output too far.",
+    ),
 ]
 Plan = Annotated[PlanName, typer.Option("--plan", help="How pages below hot are attended.")]
 MaxNewTokens = Annotated[

@@ -47,12 +47,36 @@ def _job_rows(report: Section) -> Iterator[tuple[str, str]]:
     yield "peak of the hot tier", f"{peak} of {budget} bytes"
     yield "model", f"{report.get('model', '-')}, {report.get('dtype', '-')}"
     yield "codec", str(report.get("codec", "-"))
+    yield from _guard_rows(_section(report, "guard"))
     yield "plan", f"{report.get('plan', '-')}, blocks of {report.get('block_tokens', '-')} tokens"
     yield "KV", size(report.get("kv_bytes"))
     yield "cold tier", str(_section(report, "cold").get("device") or "-")
     session = _section(report, "session")
     if session.get("kept"):
         yield "kept as", f"{session.get('id', '-')} (ask more with --resume)"
+
+
+def _guard_rows(guard: Section) -> Iterator[tuple[str, str]]:
+    """What the quality guard found, and why layers got a better codec: one row a change."""
+    if not guard:
+        return
+    measured = guard.get("source") == "measured"
+    if measured:
+        error, budget = figure(guard.get("error"), ".1e"), figure(guard.get("budget"), ".1e")
+        took = figure(1000 * guard.get("seconds", 0.0), ".1f", " ms")
+        verdict = f"attention's output errs {error}; {budget} is allowed ({took})"
+    else:
+        verdict = str(guard.get("source", "-"))
+    yield "quality guard", verdict
+    changes: dict[tuple[str, str], list[Section]] = {}
+    for row in guard.get("raised", []):
+        changes.setdefault((row["asked"], row["chosen"]), []).append(row)
+    for (asked, chosen), rows in changes.items():
+        layers = ", ".join(str(row["layer"]) for row in rows)
+        why = f": {asked} errs up to {max(row['error'] for row in rows):.1e}" if measured else ""
+        yield f"{asked} to {chosen}", f"layer{'s' * (len(rows) > 1)} {layers}{why}"
+    if guard.get("followed") is False:
+        yield "not followed", "the warm tier cannot hold a block of these codecs"
 
 
 def _speed(section: Section) -> str:

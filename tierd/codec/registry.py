@@ -14,14 +14,15 @@ import numpy.typing as npt
 
 from tierd.codec.layout import PageLayout
 from tierd.errors import InvalidArgument
+from tierd.layercodecs import CODEC_NAMES, parse_codec
 from tierd.types import CodecId
 
 if TYPE_CHECKING:
     from tierd.codec.elements import ModelArray, Target
 
-IntArray = npt.NDArray[np.int64]
+__all__ = ["CODEC_NAMES", "Codec", "codec_for", "decode_pages", "encode_pages", "parse_codec"]
 
-CODEC_NAMES = tuple(codec.name.lower() for codec in CodecId if codec is not CodecId.NONE)
+IntArray = npt.NDArray[np.int64]
 
 
 class Codec(Protocol):
@@ -47,14 +48,6 @@ def codec_for(codec: CodecId) -> Codec:
     if codec is CodecId.NONE:
         raise InvalidArgument(f"codec {codec!r} is not one of {', '.join(CODEC_NAMES)}")
     return cast(Codec, import_module(f"tierd.codec.{codec.name.lower()}"))
-
-
-def parse_codec(text: str) -> CodecId:
-    """Return the codec of a name such as "int8". Raises InvalidArgument naming the choices."""
-    name = text.strip().lower()
-    if name in CODEC_NAMES:
-        return CodecId[name.upper()]
-    raise InvalidArgument(f"{text!r} is not a codec; choose one of {', '.join(CODEC_NAMES)}")
 
 
 def encode_pages(

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.errors import InvalidArgument, StorageError
+from tierd.layercodecs import layer_codecs
 from tierd.types import CodecId, DType, Geometry, Namespace, SlabRecord
 
 # One page in the cold tier: which, where, and what its bytes must hash to. 44 bytes.
@@ -87,9 +88,14 @@ def empty_rows() -> Rows:
 
 
 def namespace_items(namespace: Namespace) -> Record:
-    """Return a namespace as a msgpack array: geometry's fields, then its own, in order."""
+    """Return a namespace as a msgpack array: geometry's fields, then its own, in order.
+
+    `codec_layers`, the last, is left out while it is empty, as before it was a field.
+    """
     shape = [_plain(getattr(namespace.geometry, f.name)) for f in fields(Geometry)]
     own = [f.name for f in fields(Namespace) if f.name != "geometry"]
+    if not namespace.codec_layers:
+        own.remove("codec_layers")
     return [shape, [_plain(getattr(namespace, name)) for name in own]]
 
 
@@ -105,11 +111,15 @@ def namespace_of(items: Any) -> Namespace:
             integer(layers, WORD_MAX), integer(kv_heads, WORD_MAX),
             integer(head_dim, WORD_MAX), DType(dtype), integer(block_tokens, WORD_MAX),
         )  # fmt: skip
-        weights, codec, revision, adapters, rope, rank_map, salt, version = own
-        return Namespace(
+        weights, codec, revision, adapters, rope, rank_map, salt, version, *later = own
+        (codec_layers,) = later or [""]
+        namespace = Namespace(
             geometry, text(weights), CodecId(integer(codec, 255)), text(revision),
             text(adapters), text(rope), text(rank_map), text(salt), integer(version, WORD_MAX),
+            text(codec_layers),
         )  # fmt: skip
+        layer_codecs(namespace)
+        return namespace
     except (InvalidArgument, TypeError, ValueError) as error:
         raise StorageError(f"not a namespace of this version: {error}") from None
 

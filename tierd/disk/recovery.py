@@ -102,9 +102,10 @@ def recover(
 ) -> Recovered:
     """Look at all that stands on a disk.
 
-    Raises StorageError: see `find_superblock`; and when `strict` for a frame
-    that is sound and cannot be understood, which a later version must have
-    written (otherwise the journal ends before it, and it counts as damage).
+    Raises StorageError: see `find_superblock`; and when `strict` for a sector
+    of the journal that cannot be read, and for a frame that is sound and not
+    understood, which a later version must have written. Otherwise the journal
+    ends before these, and they count as damage.
     """
     return _Recovery(disk, clock, strict).run(new_uuid)
 
@@ -375,7 +376,7 @@ class _Recovery:
         self.report.damage.append(f"{name}: {reason}")
 
     def _read_piece(self, name: str, handle: int, offset: int, piece: memoryview) -> None:
-        """Fill `piece`; sectors that cannot be read, tried twice, are zeros and damage."""
+        """Fill `piece`, trying twice. Raises StorageError; if not `strict`, zeros are damage."""
         for _ in range(2):
             try:
                 return self.disk.read_into(handle, offset, piece)
@@ -386,8 +387,12 @@ class _Recovery:
             self._read_piece(name, handle, offset, piece[:half])
             self._read_piece(name, handle, offset + half, piece[half:])
         else:
+            what = f"sector {offset // SECTOR_BYTES} cannot be read: {reason}"
+            if self.strict:
+                # It may be readable the next time; going on without it would be for good.
+                raise StorageError(f"{name}: {what}; `tierd fsck --rebuild` goes on without it")
             piece[:] = bytes(len(piece))
-            self._damaged(name, f"sector {offset // SECTOR_BYTES} cannot be read: {reason}")
+            self._damaged(name, what)
         return None
 
 

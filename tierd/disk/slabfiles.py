@@ -43,12 +43,20 @@ class SlabFiles:
         self._ledger.add_slab(slab)
 
     def restore(self, slab: SlabRecord) -> None:
-        """Open the file of a slab of an earlier run. Raises NotFound, StorageError."""
-        handle = self.disk.open(slab_name(slab.slab))
+        """Open the file of a slab of an earlier run. Raises NotFound, StorageError, StorageFull.
+
+        One that is too short was cut by a power cut before its first sync: nothing in it
+        was acknowledged. It is made anew, of zeros, which no page's header can be.
+        """
+        name = slab_name(slab.slab)
+        handle = self.disk.open(name)
         if self.disk.size_bytes(handle) < slab.size_bytes:
-            self.disk.release(handle)
-            raise StorageError(f"cold slab {slab.slab} is shorter than {slab.size_bytes} bytes")
+            self.disk.delete(handle)
+            handle = self.disk.create(name, slab.size_bytes)
         self._handles[slab.slab] = handle
+        # What a killed daemon wrote may be in the page cache alone.
+        self._unsynced.add(slab.slab)
+        self._folder_unsynced = True
 
     def destroy(self, slab_id: int) -> None:
         """Remove a slab's file."""

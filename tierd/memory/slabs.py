@@ -34,6 +34,18 @@ _STATES = 5
 SLAB_ID_MAX = 2**24 - 1
 _SEARCH_SLOTS = 256  # looked at first: as quick as one; a whole slab of 100,000 takes 100 us
 
+# A tier holds several pools (namespaces; the exact first blocks beside encoded ones), and
+# room passes from one to another a whole slab at a time: a slab is at most 1/16 of a tier.
+SLABS_PER_TIER_MIN = 16
+
+
+def smallest_budget(needed_bytes: int, sizes: int) -> int:
+    """Return a tier's budget that holds slots of `sizes` sizes, `needed_bytes` in all.
+
+    Each size but the last may leave a part of a slab unused: 1/SLABS_PER_TIER_MIN at most.
+    """
+    return -(-needed_bytes * SLABS_PER_TIER_MIN // (SLABS_PER_TIER_MIN + 1 - sizes))
+
 
 @dataclass(frozen=True, slots=True)
 class SlotRef:
@@ -260,6 +272,18 @@ class SlabPool:
     def available_slots(self) -> int:
         """Return how many slots `reserve` could hand out: free ones and ones to be added."""
         return self._counts[FREE] + self._budget.remaining_bytes // self.slot_bytes
+
+    def slots_within(self, remaining_bytes: int, slots: int) -> tuple[int, int]:
+        """Return how many slots the slabs hold that would be added for `slots`, and what is left.
+
+        Both of `remaining_bytes` of the budget; fewer than `slots` where it ends.
+        """
+        added = 0
+        while added < slots and remaining_bytes >= self.slot_bytes:
+            more = min(self._slots_per_slab, remaining_bytes // self.slot_bytes)
+            added += more
+            remaining_bytes -= more * self.slot_bytes
+        return added, remaining_bytes
 
     def counts(self) -> SlotCounts:
         """Return the slots by state."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.errors import InvalidArgument
+from tierd.layercodecs import CodecChoice, layer_codecs
 from tierd.rpc.v1 import tierd_pb2 as pb
 from tierd.types import CodecId, DType, Geometry, Namespace, Place
 
@@ -30,7 +31,9 @@ _CODECS = {
     CodecId.INT4: pb.CODEC_INT4,
     CodecId.FP8: pb.CODEC_FP8,
 }
-_TEXTS = ("weights_digest", "revision", "adapters", "rope", "rank_map", "tenant_salt")
+_TEXTS = (
+    "weights_digest", "revision", "adapters", "rope", "rank_map", "tenant_salt", "codec_layers",
+)  # fmt: skip
 _U32 = np.dtype("<u4")
 # A digest or a name has under 200 bytes, a list of adapters under 2,000. The daemon keeps
 # these texts with each session, so they have a limit.
@@ -105,12 +108,29 @@ def namespace_from_wire(message: Any) -> Namespace:
     geometry = Geometry(
         shape.layers, shape.kv_heads, shape.head_dim, _DTYPE_OF[shape.dtype], shape.block_tokens
     )
-    return Namespace(
+    namespace = Namespace(
         geometry=geometry,
         codec=codec,
         format_version=message.format_version,
         **{name: getattr(message, name) for name in _TEXTS},
     )
+    layer_codecs(namespace)
+    return namespace
+
+
+def codecs_to_wire(codecs: Sequence[CodecId] | None) -> bytes:
+    """Return a codec a layer as bytes; none for None."""
+    return bytes(int(codec) for codec in codecs or ())
+
+
+def codecs_of(data: bytes) -> list[CodecId] | None:
+    """Return a codec a layer; None for no bytes. Raises InvalidArgument."""
+    if not data:
+        return None
+    codecs = [codec_of(number) for number in data]
+    if None in codecs:
+        raise InvalidArgument("codecs: 0 is none")
+    return [codec for codec in codecs if codec is not None]
 
 
 def plan_to_wire(reservation: int, blocks: Sequence[int], places: Sequence[Sequence[Place]]) -> Any:
@@ -120,7 +140,7 @@ def plan_to_wire(reservation: int, blocks: Sequence[int], places: Sequence[Seque
     return pb.PlanDemotionReply(
         reservation=reservation,
         blocks=blocks,
-        codecs=bytes(int(layers[0].codec) for layers in places),
+        codecs=bytes(int(place.codec) for layers in places for place in layers),
         slabs=columns[0].tobytes(),
         slots=columns[1].tobytes(),
         generations=columns[2].tobytes(),
@@ -130,6 +150,11 @@ def plan_to_wire(reservation: int, blocks: Sequence[int], places: Sequence[Seque
 def u32_column(data: bytes, blocks: int) -> npt.NDArray[np.uint32]:
     """Return a packed column as uint32 [blocks, layers]."""
     return np.frombuffer(data, dtype=_U32).reshape(blocks, -1)
+
+
+def codec_column(data: bytes, blocks: int) -> npt.NDArray[np.uint8]:
+    """Return the codecs of a plan's pages as uint8 [blocks, layers]."""
+    return np.frombuffer(data, dtype=np.uint8).reshape(blocks, -1)
 
 
 def token_ids_to_wire(token_ids: npt.NDArray[np.uint32]) -> bytes:
@@ -152,7 +177,7 @@ def session_info_to_dict(info: Any) -> dict[str, Any]:
         "id": session_id(info.session),
         "state": state,
         "engine": info.engine_id or None,
-        "codec": CodecId(info.codec).name.lower(),
+        "codec": str(CodecChoice(CodecId(info.codec), info.codec_layers)),
         "block_tokens": info.block_tokens,
         "tokens": info.tokens,
         "sealed_blocks": info.sealed_blocks,

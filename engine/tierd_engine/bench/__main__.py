@@ -6,7 +6,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tierd.errors import TierdError
 from tierd_engine.cores import share_cores
@@ -45,11 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     exact = verbs.add_parser("exact", help="raw tokens against the own cache, every cell")
     exact.add_argument("--context", type=int, nargs="*", help="tokens; default: all lengths")
     exact.set_defaults(run=_exact)
-    fidelity = verbs.add_parser("fidelity", help="KL and top-1 of a lossy codec")
-    fidelity.add_argument("--context", type=int, default=4096)
-    fidelity.add_argument("--codec", default="int8")
-    fidelity.add_argument("--tokens", type=int, default=448, help="teacher-forced tokens")
-    fidelity.set_defaults(run=_fidelity)
+    fidelity = _add_fidelity(verbs)
     prefill = verbs.add_parser("prefill", help="prefill tokens/s beside the model's own")
     prefill.add_argument("--context", type=int, nargs="+", help="tokens (default 4096 16384)")
     prefill.add_argument("--rounds", type=int, default=3, help="default 3")
@@ -79,6 +77,29 @@ def _parser() -> argparse.ArgumentParser:
     for verb in (decode, exact, fidelity, prefill, weights, memory, disk):
         verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
+
+
+def _add_fidelity(verbs: Any) -> argparse.ArgumentParser:
+    from tierd_engine.bench.texts import TEXT_NAMES
+
+    verb: argparse.ArgumentParser = verbs.add_parser(
+        "fidelity", help="KL, perplexity and top-1 of each codec on real texts, two protocols"
+    )
+    verb.add_argument("--codec", nargs="+", help="and q8_0, the reference; default: all")
+    verb.add_argument("--context", type=int, nargs="+", help="tokens (default 2048 4096 8192)")
+    verb.add_argument("--text", nargs="+", choices=TEXT_NAMES, help="default: all")
+    verb.add_argument(
+        "--plan",
+        nargs="+",
+        metavar="PLAN[:HOT[:BLOCK]]",
+        help="such as stream:25%%:128 (default near:smallest)",
+    )
+    verb.add_argument("--protocol", nargs="+", choices=("tiers", "prefix"), help="default: both")
+    verb.add_argument("--tokens", type=int, help="teacher-forced after a context (default 256)")
+    verb.add_argument("--seed", type=int, help="of the bootstrap (default 0)")
+    verb.add_argument("--output", type=Path, metavar="FOLDER", help="write fidelity.md and a plot")
+    verb.set_defaults(run=_fidelity)
+    return verb
 
 
 def _decode(options: argparse.Namespace) -> int:
@@ -121,15 +142,40 @@ def _exact(options: argparse.Namespace) -> int:
 
 
 def _fidelity(options: argparse.Namespace) -> int:
-    from tierd.codec import parse_codec
-    from tierd_engine.bench.fidelity import bench_fidelity, fidelity_to_dict, print_fidelity
+    from tierd_engine.bench.fidelity import (
+        FidelityPlan,
+        FidelityRow,
+        bench_fidelity,
+        fidelity_to_dict,
+    )
+    from tierd_engine.bench.fidelity_report import print_fidelity, write_report, write_table
+    from tierd_engine.bench.forced import Protocol
 
-    rows = bench_fidelity(options.context, parse_codec(options.codec), options.tokens)
+    chosen = {
+        "layouts": options.codec,
+        "contexts": options.context and sorted(options.context),
+        "texts": options.text,
+        "settings": options.plan,
+        "protocols": options.protocol and [Protocol(name) for name in options.protocol],
+        "tokens": options.tokens,
+        "seed": options.seed,
+    }
+    plan = FidelityPlan(**{name: value for name, value in chosen.items() if value is not None})
+
+    def keep(part: FidelityPlan, rows: list[FidelityRow]) -> None:
+        if options.output is not None:
+            write_table(options.output, part, rows)
+
+    rows = bench_fidelity(plan, partial(print, file=sys.stderr, flush=True), keep)
+    printed = fidelity_to_dict(plan, rows)
+    if options.output is not None:
+        for path in write_report(options.output, plan, rows):
+            print(f"bench: written: {path}", file=sys.stderr)
     if options.json:
-        print(json.dumps(fidelity_to_dict(rows)))
+        print(json.dumps(printed))
     else:
-        print_fidelity(rows)
-    return 0 if all(row.holds for row in rows) else 1
+        print_fidelity(plan, rows)
+    return 0 if printed["holds"] else 1
 
 
 def _prefill(options: argparse.Namespace) -> int:

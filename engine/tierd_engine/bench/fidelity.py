@@ -1,38 +1,42 @@
-"""Fidelity of a lossy codec on real text: KL, perplexity and top-1 against the exact cache.
+"""Fidelity of codecs on real text: KL, perplexity and top-1 against the exact cache.
 
-The reference is the model's own full-precision cache, teacher-forced. A row
-for the q8_0 layout (groups of 32 along the channel, symmetric) rounds the very
-tokens that the tiers have below hot, at the same moments, on the same text.
+The reference is the model's own full-precision cache, teacher-forced. Every
+codec, and the q8_0 layout (groups of 32 along the channel, symmetric) as a
+reference, is run over real tiers under two protocols (bench/forced.py), on
+texts of several kinds, and held against the design's bars on all texts
+together at each context; the rows of single texts stand beside.
 """
 
 from __future__ import annotations
 
+import enum
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-import torch
-
-from tierd.codec.layout import page_layout
-from tierd.types import CodecId, DType
+from tierd.errors import InvalidArgument
+from tierd.types import DType
 from tierd_engine import hf
-from tierd_engine.arena import hot_block_bytes
-from tierd_engine.attention.executors import FEW_QUERIES_MAX
-from tierd_engine.attention.plan import PlanMode
-from tierd_engine.bench.machine import describe_machine
-from tierd_engine.bench.rig import open_session_kv
-from tierd_engine.bench.texts import python_reference
-from tierd_engine.cache import TierCache
-from tierd_engine.fidelity import own_attention
-from tierd_engine.generator import Generator
+from tierd_engine.bench.forced import ForcedRuns, Layout, Protocol, Setting
+from tierd_engine.bench.scores import Summary, TokenScores, join_scores, score_tokens, summarise
+from tierd_engine.bench.texts import TEXT_NAMES, text_of
 
-_BLOCK_TOKENS = 256
-_HOT_BLOCKS = 2
-_Q8_GROUP = 32
+ALL_TEXTS = "all"
+Q8_0 = "q8_0"
+CONTEXTS = (2048, 4096, 8192)
+LAYOUTS = ("raw", "int8", "k8v4", "int4", "fp8", Q8_0)
+TOKENS = 256
 
-Rounding = Callable[[torch.Tensor], torch.Tensor]
+
+class Verdict(enum.StrEnum):
+    """UNSURE: only the perplexity change is beyond its bar, and its interval reaches within."""
+
+    HOLDS = "holds"
+    FAILS = "fails"
+    UNSURE = "unsure"
+    NO_BAR = "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,160 +47,188 @@ class FidelityBar:
     perplexity_change: float = math.inf
     top1: float = 0.0
     below_q8_0: bool = False
+    logit_difference: float = math.inf
 
 
-BARS = {  # fp8, for GPUs that read it as it stands, has none
-    CodecId.RAW: FidelityBar(1e-6, 1e-4, 1.0),
-    CodecId.INT8: FidelityBar(1e-4, 1e-3, 0.995, below_q8_0=True),
-    CodecId.K8V4: FidelityBar(3e-4, top1=0.99),
-    CodecId.INT4: FidelityBar(1.5e-3, 3e-3),
+BARS = {  # fp8, for GPUs that read it as it stands, has none; nor has the reference row
+    "raw": FidelityBar(1e-6, 1e-4, 1.0, logit_difference=3e-4),
+    "int8": FidelityBar(1e-4, 1e-3, 0.995, below_q8_0=True),
+    "k8v4": FidelityBar(3e-4, top1=0.99),
+    "int4": FidelityBar(1.5e-3, 3e-3),
 }
 
 
 @dataclass(frozen=True, slots=True)
+class FidelityPlan:
+    """What to run: names of layouts and texts, and `tokens` forced after each context.
+
+    Raises InvalidArgument for contexts that overlap or names that are not there.
+    """
+
+    layouts: Sequence[str] = LAYOUTS
+    contexts: Sequence[int] = CONTEXTS
+    texts: Sequence[str] = TEXT_NAMES
+    settings: Sequence[str] = ("near",)
+    protocols: Sequence[Protocol] = tuple(Protocol)
+    tokens: int = TOKENS
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or min(self.contexts, default=0) < 1:
+            raise InvalidArgument("contexts and tokens are at least 1")
+        if any(b - a < self.tokens for a, b in itertools.pairwise(self.contexts)):
+            raise InvalidArgument(
+                f"contexts rise by the {self.tokens} forced tokens at least; "
+                f"{', '.join(map(str, self.contexts))} do not"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class FidelityRow:
-    """One layout on one text. `perplexity_change` is relative; `kl_limit` inf for no bar."""
+    """One layout on one text, or on all together. `misses` names the bars not met."""
 
-    name: str
+    layout: str
+    setting: str
+    protocol: str
+    text: str
     context_tokens: int
-    tokens: int
-    kl_mean: float
-    kl_p99: float
-    perplexity_change: float
-    top1: float
-    kl_limit: float
-    holds: bool
+    summary: Summary
+    kl_limit: float | None
+    misses: tuple[str, ...]
+    verdict: Verdict
 
 
-def bench_fidelity(context: int, codec: CodecId, tokens: int) -> list[FidelityRow]:
-    """Measure `codec` over tiers, and the q8_0 layout, on CPython's language reference."""
+@dataclass(frozen=True, slots=True)
+class _Key:
+    layout: str
+    setting: str
+    protocol: Protocol
+    context: int
+
+
+_Scores = dict[_Key, dict[str, TokenScores]]
+Say = Callable[[str], None]
+TextDone = Callable[[FidelityPlan, list[FidelityRow]], None]
+
+
+def bench_fidelity(
+    plan: FidelityPlan, say: Say = lambda _: None, text_done: TextDone = lambda _, __: None
+) -> list[FidelityRow]:
+    """Run the plan on SmolLM2 in float32; `say` gets a line of progress a run.
+
+    `text_done` gets, after each text, the plan of the texts so far and their rows: the whole
+    takes an hour on two cores, and what was measured should outlive an interruption.
+    Rows of a layout stand together: all texts first, then one by one.
+    Raises InvalidArgument if a text is too short for the longest context.
+    """
+    layouts = [Layout.parse(name) for name in plan.layouts]
+    settings = [Setting.parse(text) for text in plan.settings]
     folder = hf.resolve_model(hf.PACKAGED_MODEL)
     config = hf.load_config(folder)
-    shape = hf.model_shape(config)
     model = hf.load_model(folder, config, DType.FLOAT32)
     tokenizer = hf.load_tokenizer(folder)
-    ids = tokenizer(python_reference(), add_special_tokens=False, verbose=False)["input_ids"]
-    prompt, forced = ids[:context], ids[context : context + tokens]
-    fed, first = [*prompt, *forced[:-1]], len(prompt) - 1
-    exact = _own_logits(model, fed, first, lambda x: x)
-    q8_logits = _own_logits(model, fed, first, round_q8_0)
-    tier_logits = _tier_logits(model, shape, codec, prompt, forced)
-    q8 = _row("q8_0 layout", context, exact, q8_logits, forced, None)
-    bar = BARS.get(codec)
-    ours = _row(f"tierd {codec.name.lower()}", context, exact, tier_logits, forced, bar)
-    if bar is not None and bar.below_q8_0 and ours.kl_mean >= q8.kl_mean:
-        ours = FidelityRow(**{**asdict(ours), "holds": False})
-    return [ours, q8]
+    scores: _Scores = {}
+    rows: list[FidelityRow] = []
+    for count, text in enumerate(plan.texts, 1):
+        ids = tokenizer(text_of(text), add_special_tokens=False, verbose=False)["input_ids"]
+        _require_long_enough(text, len(ids), plan)
+        runs = ForcedRuns(model, hf.model_shape(config), ids, plan.contexts, plan.tokens)
+        _run_text(runs, text, layouts, settings, plan.protocols, scores, say)
+        rows = make_rows(scores, plan.seed)
+        text_done(replace(plan, texts=tuple(plan.texts[:count])), rows)
+    return rows
 
 
-def _own_logits(model: Any, ids: list[int], first: int, rounding: Rounding) -> torch.Tensor:
-    """Return logits [tokens - first, vocab] of the own cache after each token from `first` on.
+def _require_long_enough(text: str, length: int, plan: FidelityPlan) -> None:
+    needed = plan.contexts[-1] + plan.tokens
+    if length < needed:
+        raise InvalidArgument(f"text {text} has {length} tokens; {needed} are needed")
 
-    Before each block is fed, the tokens that the tiers would have below hot by
-    then are rounded, each once: so the layout's error goes through prefill as theirs does.
-    """
-    from transformers import DynamicCache
 
-    cache = DynamicCache(config=model.config)
-    rounded, start = _BLOCK_TOKENS, 0
+def _run_text(
+    runs: ForcedRuns,
+    text: str,
+    layouts: Sequence[Layout],
+    settings: Sequence[Setting],
+    protocols: Sequence[Protocol],
+    scores: _Scores,
+    say: Say,
+) -> None:
+    say(f"{text}: the model's own cache")
+    own = runs.own()
+    for layout in layouts:
+        for setting in settings:
+            for protocol in protocols:
+                say(f"{text}: {layout.name} {setting.name}, protocol {protocol.value}")
+                logits = runs.over_tiers(layout, setting, protocol, own)
+                for context in runs.contexts:
+                    key = _Key(layout.name, setting.name, protocol, context)
+                    scores.setdefault(key, {})[text] = score_tokens(
+                        own.logits[context], logits[context], runs.targets(context)
+                    )
+
+
+def make_rows(scores: _Scores, seed: int) -> list[FidelityRow]:
+    """Return the judged rows: for each key all texts together, then each text."""
     rows = []
-    with own_attention(model), torch.inference_mode():
-        while start < len(ids):
-            end = min(max(start + _BLOCK_TOKENS, _HOT_BLOCKS * _BLOCK_TOKENS), len(ids))
-            if start > rounded:
-                for layer in cache.layers:
-                    for part in (layer.keys, layer.values):
-                        part[:, :, rounded:start] = rounding(part[:, :, rounded:start])
-                rounded = start
-            output = model(input_ids=torch.tensor([ids[start:end]]), cache=cache, use_cache=True)
-            rows.append(output.logits[0, max(first - start, 0) :].float())
-            start = end
-    return torch.cat(rows)
+    for key, by_text in scores.items():
+        reference = scores.get(_Key(Q8_0, key.setting, key.protocol, key.context))
+        for text in (ALL_TEXTS, *by_text):
+            q8 = _of_text(reference, text).divergence.mean() if reference else math.inf
+            summary = summarise(_of_text(by_text, text), seed)
+            bar = BARS.get(key.layout)
+            misses = find_misses(summary, bar, float(q8)) if bar else ()
+            limit = bar.kl_mean if bar else None
+            row = FidelityRow(
+                key.layout, key.setting, key.protocol.value, text, key.context, summary,
+                limit, misses, judge(summary, bar, misses),
+            )  # fmt: skip
+            rows.append(row)
+    return rows
 
 
-def round_q8_0(x: torch.Tensor) -> torch.Tensor:
-    """Return x rounded to 8 bits, symmetric, float16 scales over groups of 32 channels."""
-    grouped = x.reshape(*x.shape[:-1], -1, _Q8_GROUP)
-    scale = (grouped.abs().amax(-1, keepdim=True) / 127).half().float()
-    codes = torch.where(scale > 0, (grouped / scale).round(), torch.zeros_like(grouped))
-    rounded: torch.Tensor = (codes.clamp(-127, 127) * scale).flatten(-2)
-    return rounded
+def _of_text(by_text: dict[str, TokenScores], text: str) -> TokenScores:
+    return join_scores(list(by_text.values())) if text == ALL_TEXTS else by_text[text]
 
 
-def _tier_logits(
-    model: Any, shape: hf.ModelShape, codec: CodecId, prompt: list[int], forced: list[int]
-) -> torch.Tensor:
-    geometry = shape.geometry(DType.FLOAT32, _BLOCK_TOKENS)
-    total = len(prompt) + len(forced)
-    block = geometry.layers * page_layout(geometry, codec).slot_bytes
-    # Half the pages warm, half cold: both are read by every step.
-    warm_bytes = max(2, geometry.blocks_for(total) // 2) * block
-    with open_session_kv(
-        geometry, codec, shape.heads, hot_bytes=_HOT_BLOCKS * hot_block_bytes(geometry),
-        warm_bytes=warm_bytes, total_tokens=total, plan=PlanMode.NEAR,
-    ) as kv:  # fmt: skip
-        generator = Generator(model, kv)
-        rows = [generator.feed(list(prompt))[None]]
-        cache = TierCache(kv)
-        start = 0
-        while start < len(forced) - 1:
-            # Few enough queries for the fused kernel: what is measured is decode's own path.
-            n = min(FEW_QUERIES_MAX, kv.step_tokens_max(), len(forced) - 1 - start)
-            with torch.inference_mode():
-                ids = torch.tensor([forced[start : start + n]])
-                rows.append(model(input_ids=ids, cache=cache, use_cache=True).logits[0].float())
-            start += n
-        return torch.cat(rows)
-
-
-def _row(
-    name: str,
-    context: int,
-    exact: torch.Tensor,
-    other: torch.Tensor,
-    forced: Sequence[int],
-    bar: FidelityBar | None,
-) -> FidelityRow:
-    log_p = torch.log_softmax(exact.double(), -1)
-    log_q = torch.log_softmax(other.double(), -1)
-    divergence = (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0).numpy()
-    targets = torch.tensor(list(forced))[:, None]
-    change = math.exp(float((log_p - log_q).gather(1, targets).mean())) - 1
-    top1 = float((exact.argmax(-1) == other.argmax(-1)).double().mean())
-    kl_mean = float(np.mean(divergence))
-    holds = bar is None or (
-        kl_mean < bar.kl_mean and abs(change) < bar.perplexity_change and top1 >= bar.top1
-    )
-    limit = bar.kl_mean if bar else math.inf
-    return FidelityRow(
-        name, context, len(forced), kl_mean, float(np.percentile(divergence, 99)),
-        change, top1, limit, holds,
-    )  # fmt: skip
-
-
-def print_fidelity(rows: list[FidelityRow]) -> None:
-    """Print the rows as a table on stdout."""
-    print(f"fidelity, SmolLM2-135M float32, CPython's language reference; {describe_machine()}")
-    print(
-        f"{'':16} {'context':>8} {'tokens':>6} {'KL mean':>9} {'limit':>9} {'ratio':>6} "
-        f"{'KL p99':>9} {'dppl':>9} {'top-1':>7}"
-    )
-    for row in rows:
-        print(
-            f"{row.name:16} {row.context_tokens:8d} {row.tokens:6d} {row.kl_mean:9.2e} "
-            f"{row.kl_limit:9.0e} {row.kl_mean / row.kl_limit:6.2f} {row.kl_p99:9.2e} "
-            f"{row.perplexity_change:9.3%} {row.top1:7.2%} {'ok' if row.holds else 'FAILS'}"
-        )
-
-
-def fidelity_to_dict(rows: list[FidelityRow]) -> dict[str, Any]:
-    """Return the versioned JSON object."""
-    plain = [
-        {**asdict(row), "kl_limit": row.kl_limit if row.kl_limit < 1 else None} for row in rows
-    ]
-    return {
-        "version": 1,
-        "benchmark": "fidelity",
-        "holds": all(row.holds for row in rows),
-        "rows": plain,
+def find_misses(summary: Summary, bar: FidelityBar, q8_0_kl: float) -> tuple[str, ...]:
+    """Return which bars are not met: "KL", "q8_0", "top-1", "dlogit", "dppl" (always last)."""
+    met = {
+        "KL": summary.kl_mean < bar.kl_mean,
+        "q8_0": not bar.below_q8_0 or summary.kl_mean < q8_0_kl,
+        "top-1": summary.top1 >= bar.top1,
+        "dlogit": summary.logit_difference_max < bar.logit_difference,
+        "dppl": abs(summary.perplexity_change) < bar.perplexity_change,
     }
+    return tuple(name for name, is_met in met.items() if not is_met)
+
+
+def judge(summary: Summary, bar: FidelityBar | None, misses: tuple[str, ...]) -> Verdict:
+    """Return the verdict on a row whose missed bars are `misses`."""
+    if bar is None:
+        return Verdict.NO_BAR
+    if not misses:
+        return Verdict.HOLDS
+    limit = bar.perplexity_change
+    reaches = summary.perplexity_change_low < limit and summary.perplexity_change_high > -limit
+    return Verdict.UNSURE if misses == ("dppl",) and reaches else Verdict.FAILS
+
+
+def judged(rows: Sequence[FidelityRow]) -> list[FidelityRow]:
+    """Return the rows that the bars are for: all texts together."""
+    return [row for row in rows if row.text == ALL_TEXTS]
+
+
+def fidelity_to_dict(plan: FidelityPlan, rows: Sequence[FidelityRow]) -> dict[str, Any]:
+    """Return the versioned JSON object; `holds`: no judged row fails."""
+    return {
+        "version": 2,
+        "benchmark": "fidelity",
+        "tokens": plan.tokens,
+        "holds": all(row.verdict is not Verdict.FAILS for row in judged(rows)),
+        "rows": [_flat(asdict(row)) for row in rows],
+    }
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, **row.pop("summary")}

@@ -72,7 +72,7 @@ class Geometry(_message.Message):
     def __init__(self, layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., block_tokens: _Optional[int] = ...) -> None: ...
 
 class Namespace(_message.Message):
-    __slots__ = ("geometry", "weights_digest", "codec", "revision", "adapters", "rope", "rank_map", "tenant_salt", "format_version")
+    __slots__ = ("geometry", "weights_digest", "codec", "revision", "adapters", "rope", "rank_map", "tenant_salt", "format_version", "codec_layers")
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,7 @@ class Namespace(_message.Message):
     RANK_MAP_FIELD_NUMBER: _ClassVar[int]
     TENANT_SALT_FIELD_NUMBER: _ClassVar[int]
     FORMAT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CODEC_LAYERS_FIELD_NUMBER: _ClassVar[int]
     geometry: Geometry
     weights_digest: str
     codec: Codec
@@ -91,7 +92,8 @@ class Namespace(_message.Message):
     rank_map: str
     tenant_salt: str
     format_version: int
-    def __init__(self, geometry: _Optional[_Union[Geometry, _Mapping]] = ..., weights_digest: _Optional[str] = ..., codec: _Optional[_Union[Codec, str]] = ..., revision: _Optional[str] = ..., adapters: _Optional[str] = ..., rope: _Optional[str] = ..., rank_map: _Optional[str] = ..., tenant_salt: _Optional[str] = ..., format_version: _Optional[int] = ...) -> None: ...
+    codec_layers: str
+    def __init__(self, geometry: _Optional[_Union[Geometry, _Mapping]] = ..., weights_digest: _Optional[str] = ..., codec: _Optional[_Union[Codec, str]] = ..., revision: _Optional[str] = ..., adapters: _Optional[str] = ..., rope: _Optional[str] = ..., rank_map: _Optional[str] = ..., tenant_salt: _Optional[str] = ..., format_version: _Optional[int] = ..., codec_layers: _Optional[str] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
     __slots__ = ("namespace", "max_tokens")
@@ -114,7 +116,7 @@ class GetRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ...) -> None: ...
 
 class SessionInfo(_message.Message):
-    __slots__ = ("session", "state", "engine_id", "codec", "layers", "block_tokens", "tokens", "sealed_blocks", "warm_pages", "cold_pages", "unused_seconds", "namespace_digest")
+    __slots__ = ("session", "state", "engine_id", "codec", "layers", "block_tokens", "tokens", "sealed_blocks", "warm_pages", "cold_pages", "unused_seconds", "namespace_digest", "codec_layers")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +129,7 @@ class SessionInfo(_message.Message):
     COLD_PAGES_FIELD_NUMBER: _ClassVar[int]
     UNUSED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CODEC_LAYERS_FIELD_NUMBER: _ClassVar[int]
     session: int
     state: SessionState
     engine_id: int
@@ -139,7 +142,8 @@ class SessionInfo(_message.Message):
     cold_pages: int
     unused_seconds: float
     namespace_digest: bytes
-    def __init__(self, session: _Optional[int] = ..., state: _Optional[_Union[SessionState, str]] = ..., engine_id: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., layers: _Optional[int] = ..., block_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., sealed_blocks: _Optional[int] = ..., warm_pages: _Optional[int] = ..., cold_pages: _Optional[int] = ..., unused_seconds: _Optional[float] = ..., namespace_digest: _Optional[bytes] = ...) -> None: ...
+    codec_layers: str
+    def __init__(self, session: _Optional[int] = ..., state: _Optional[_Union[SessionState, str]] = ..., engine_id: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., layers: _Optional[int] = ..., block_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., sealed_blocks: _Optional[int] = ..., warm_pages: _Optional[int] = ..., cold_pages: _Optional[int] = ..., unused_seconds: _Optional[float] = ..., namespace_digest: _Optional[bytes] = ..., codec_layers: _Optional[str] = ...) -> None: ...
 
 class ListRequest(_message.Message):
     __slots__ = ()
@@ -234,34 +238,34 @@ class AdoptReply(_message.Message):
     def __init__(self, warm_pages: _Optional[int] = ..., cold_pages: _Optional[int] = ..., wrong_pages: _Optional[int] = ...) -> None: ...
 
 class PlanDemotionRequest(_message.Message):
-    __slots__ = ("session", "hot_blocks", "need_blocks", "codec", "include_first")
+    __slots__ = ("session", "hot_blocks", "need_blocks", "include_first", "codecs")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     HOT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NEED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    CODEC_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_FIRST_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
     session: int
     hot_blocks: _containers.RepeatedScalarFieldContainer[int]
     need_blocks: int
-    codec: Codec
     include_first: bool
-    def __init__(self, session: _Optional[int] = ..., hot_blocks: _Optional[_Iterable[int]] = ..., need_blocks: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., include_first: bool = ...) -> None: ...
+    codecs: bytes
+    def __init__(self, session: _Optional[int] = ..., hot_blocks: _Optional[_Iterable[int]] = ..., need_blocks: _Optional[int] = ..., include_first: bool = ..., codecs: _Optional[bytes] = ...) -> None: ...
 
 class PlanDemotionReply(_message.Message):
-    __slots__ = ("reservation", "blocks", "codecs", "slabs", "slots", "generations")
+    __slots__ = ("reservation", "blocks", "slabs", "slots", "generations", "codecs")
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    CODECS_FIELD_NUMBER: _ClassVar[int]
     SLABS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
     reservation: int
     blocks: _containers.RepeatedScalarFieldContainer[int]
-    codecs: bytes
     slabs: bytes
     slots: bytes
     generations: bytes
-    def __init__(self, reservation: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., codecs: _Optional[bytes] = ..., slabs: _Optional[bytes] = ..., slots: _Optional[bytes] = ..., generations: _Optional[bytes] = ...) -> None: ...
+    codecs: bytes
+    def __init__(self, reservation: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., slabs: _Optional[bytes] = ..., slots: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., codecs: _Optional[bytes] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("reservation", "digests")

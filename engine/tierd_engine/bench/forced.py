@@ -1,0 +1,251 @@
+"""Teacher-forced runs over one text: on the model's own cache, and over tiers.
+
+Two protocols differ in what the prefix went through:
+  tiers    the prefill itself runs over encoded pages, as a job's does: an early
+           token's error changes the keys and values of the later ones
+  prefix   the prefix's exact keys and values, as the own cache has them, are
+           demoted through the tiers once; only the forced tokens read encoded pages
+The forced tokens are fed in steps of decode's own path in both.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierd.client import Demotion
+from tierd.codec.layout import page_layout
+from tierd.codec.registry import CODEC_NAMES, parse_codec
+from tierd.errors import InvalidArgument
+from tierd.types import BLOCK_TOKENS_DEFAULT, CodecId, DType
+from tierd.units import parse_share
+from tierd_engine import hf
+from tierd_engine.agent import HotBlocks, TransferAgent
+from tierd_engine.arena import HotArena, hot_block_bytes
+from tierd_engine.attention.executors import FEW_QUERIES_MAX
+from tierd_engine.attention.plan import PlanMode
+from tierd_engine.bench.rig import open_session_kv
+from tierd_engine.cache import TierCache
+from tierd_engine.fidelity import own_attention
+from tierd_engine.generator import PREFILL_CHUNK_TOKENS
+from tierd_engine.session import SessionKV
+from tierd_engine.sizing import HOT_BLOCKS_MIN, size_tiers
+
+SMALLEST = "smallest"
+_WARM_SHARE = 0.75  # the rest is cold, so that every step reads both
+_OWN_CHUNK_TOKENS = 1024
+_Q8_GROUP = 32
+
+Logits = dict[int, torch.Tensor]  # by context: [tokens, vocab] float32
+# (keys or values [layers, kv_heads, tokens, head_dim]) -> the same, rounded
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Protocol(enum.StrEnum):
+    """What the prefix went through; see above."""
+
+    TIERS = "tiers"
+    PREFIX = "prefix"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What pages below hot hold: a codec's bytes, or `rounding`'s numbers kept raw."""
+
+    name: str
+    codec: CodecId
+    rounding: Rounding | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Return a codec's layout, or the reference "q8_0". Raises InvalidArgument."""
+        name = text.strip().lower()
+        if name == "q8_0":
+            return cls(name, CodecId.RAW, round_q8_0)
+        if name not in CODEC_NAMES:
+            raise InvalidArgument(
+                f"{text!r} is not a layout; choose one of {', '.join(CODEC_NAMES)}, q8_0"
+            )
+        return cls(name, parse_codec(name))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A plan, how much is hot, tokens a block: "near", "stream:25%", "near:smallest:128".
+
+    `hot` is a size, a share of the whole KV (then blocks are as large as a job's), or "smallest":
+    two blocks.
+    """
+
+    mode: PlanMode
+    hot: str = SMALLEST
+    block_tokens: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        """Return the setting of MODE[:HOT[:BLOCK]]. Raises InvalidArgument."""
+        mode, _, rest = text.partition(":")
+        hot, _, block = rest.partition(":")
+        if hot and hot != SMALLEST:
+            parse_share(hot, 1)
+        if block and not block.isdecimal():
+            raise InvalidArgument(f"block tokens {block!r} of plan {text!r} are no whole number")
+        return cls(PlanMode.parse(mode), hot or SMALLEST, int(block) if block else None)
+
+    @property
+    def name(self) -> str:
+        """As it is written."""
+        block = "" if self.block_tokens is None else f":{self.block_tokens}"
+        return f"{self.mode.value}:{self.hot}{block}"
+
+    @property
+    def is_share(self) -> bool:
+        """Whether what is hot grows with the context."""
+        return self.hot.endswith("%")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRun:
+    """The reference: its logits, and its whole cache."""
+
+    logits: Logits
+    cache: Any
+
+
+def round_q8_0(x: torch.Tensor) -> torch.Tensor:
+    """Return x rounded to 8 bits, symmetric, float16 scales over groups of 32 channels."""
+    grouped = x.reshape(*x.shape[:-1], -1, _Q8_GROUP)
+    scale = (grouped.abs().amax(-1, keepdim=True) / 127).half().float()
+    codes = torch.where(scale > 0, (grouped / scale).round(), torch.zeros_like(grouped))
+    rounded: torch.Tensor = (codes.clamp(-127, 127) * scale).flatten(-2)
+    return rounded
+
+
+class RoundingAgent(TransferAgent):
+    """Demotes as ever, but rounds blocks in their hot slots first: any layout, same moments."""
+
+    def __init__(self, kv: SessionKV, rounding: Rounding) -> None:
+        super().__init__(kv.client, kv.handle, kv.arena)
+        self._rounded: HotArena = kv.arena
+        self._rounding = rounding
+
+    def _encode(self, demotion: Demotion, hot: HotBlocks) -> npt.NDArray[np.uint8]:
+        for block in demotion.blocks:
+            slot = hot.slot_of(block)
+            for part in (self._rounded.keys, self._rounded.values):
+                part[slot] = self._rounding(part[slot])
+        return super()._encode(demotion, hot)
+
+
+class ForcedRuns:
+    """SmolLM2 in float32, fed one text; windows of `tokens` forced tokens after each context.
+
+    Contexts rise, each at least `tokens` beyond the last; the text is long enough for all.
+    """
+
+    def __init__(
+        self, model: Any, shape: hf.ModelShape, ids: list[int], contexts: Sequence[int], tokens: int
+    ) -> None:
+        self.model, self.ids, self.tokens = model, ids, tokens
+        self.contexts = list(contexts)
+        self.shape = shape
+
+    def targets(self, context: int) -> list[int]:
+        """Return the forced tokens: what each row of logits is to predict."""
+        return self.ids[context : context + self.tokens]
+
+    def own(self) -> OwnRun:
+        """Run the model on its own full-precision cache."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self.model.config)
+        logits = {}
+        position = 0
+        with own_attention(self.model):
+            for context in self.contexts:
+                for start in range(position, context - 1, _OWN_CHUNK_TOKENS):
+                    self._feed(cache, start, min(start + _OWN_CHUNK_TOKENS, context - 1))
+                position = context - 1 + self.tokens
+                logits[context] = self._feed(cache, context - 1, position, keep=self.tokens)
+        return OwnRun(logits, cache)
+
+    def over_tiers(
+        self, layout: Layout, setting: Setting, protocol: Protocol, own: OwnRun
+    ) -> Logits:
+        """Run over tiers that hold `layout` below hot."""
+        logits: Logits = {}
+        for contexts in self._sessions(setting, protocol):
+            total = contexts[-1] + self.tokens
+            with self._open(layout, setting, total) as kv:
+                if layout.rounding is not None:
+                    kv.agent = RoundingAgent(kv, layout.rounding)
+                for context in contexts:
+                    if protocol is Protocol.PREFIX:
+                        _demote_exact(kv, own.cache, context - 1)
+                    logits[context] = self._forced(kv, context)
+        return logits
+
+    def _sessions(self, setting: Setting, protocol: Protocol) -> list[list[int]]:
+        """Return the contexts by session: one serves all where a longer one only goes on."""
+        if protocol is Protocol.TIERS and not setting.is_share:
+            return [self.contexts]
+        return [[context] for context in self.contexts]
+
+    def _open(self, layout: Layout, setting: Setting, total: int) -> Any:
+        if setting.hot == SMALLEST:
+            geometry = self.shape.geometry(
+                DType.FLOAT32, setting.block_tokens or BLOCK_TOKENS_DEFAULT
+            )
+            hot_bytes = HOT_BLOCKS_MIN * hot_block_bytes(geometry)
+        else:
+            sizes = size_tiers(
+                self.shape, DType.FLOAT32, layout.codec, context_tokens=total - self.tokens,
+                max_new_tokens=self.tokens, hot=setting.hot, warm=None,
+                block_tokens=setting.block_tokens,
+            )  # fmt: skip
+            geometry = self.shape.geometry(DType.FLOAT32, sizes.block_tokens)
+            hot_bytes = sizes.hot_budget_bytes
+        slots = max(2, int(geometry.blocks_for(total) * _WARM_SHARE)) * geometry.layers
+        return open_session_kv(
+            geometry, layout.codec, self.shape.heads, hot_bytes=hot_bytes,
+            warm_bytes=slots * page_layout(geometry, layout.codec).slot_bytes,
+            total_tokens=total, plan=setting.mode,
+        )  # fmt: skip
+
+    def _forced(self, kv: SessionKV, context: int) -> torch.Tensor:
+        cache = TierCache(kv)
+        while kv.position < context - 1:
+            step = min(PREFILL_CHUNK_TOKENS, kv.step_tokens_max(), context - 1 - kv.position)
+            self._feed(cache, kv.position, kv.position + step)
+        end = context - 1 + self.tokens
+        rows = []
+        while kv.position < end:
+            # Few enough queries for the fused kernel: what is measured is decode's own path.
+            step = min(FEW_QUERIES_MAX, kv.step_tokens_max(), end - kv.position)
+            rows.append(self._feed(cache, kv.position, kv.position + step, keep=step))
+        return torch.cat(rows)
+
+    def _feed(self, cache: Any, start: int, end: int, keep: int = 1) -> torch.Tensor:
+        """Feed the text's tokens from `start` to `end`; return the last `keep` rows of logits."""
+        ids = torch.tensor([self.ids[start:end]])
+        with torch.inference_mode():
+            output = self.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=keep)
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
+
+
+def _demote_exact(kv: SessionKV, own: Any, tokens: int) -> None:
+    """Fill a fresh session with the own cache's first `tokens` tokens, demoting as it goes."""
+    while kv.position < tokens:
+        n = min(PREFILL_CHUNK_TOKENS, kv.step_tokens_max(), tokens - kv.position)
+        part = slice(kv.position, kv.position + n)
+        kv.begin(n)
+        for layer, held in enumerate(own.layers):
+            kv.append(layer, held.keys[0][:, part], held.values[0][:, part])
+        kv.finish()

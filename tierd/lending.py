@@ -1,0 +1,114 @@
+"""Lending: which codec each page of a demotion gets, and its warm slots; all of a block or none.
+
+A block's pages may be of several sizes, one a codec, and each size has its pool.
+What several pools need is weighed together: the room for a new slab is there once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tierd.demotions import RoomNeeded
+from tierd.errors import BudgetTooSmall, InvalidArgument, TierdError, TierFull
+from tierd.layercodecs import better_codecs, describe_codecs, layer_codecs
+from tierd.memory.slabs import SlabPool
+from tierd.placement import Placement
+from tierd.sessions import Session
+from tierd.types import CodecId, Place, Tier
+
+# Spare room lets a demotion start without waiting for the disk: a few blocks are enough
+# to hide a batch; a sixteenth of warm is the most that may lie unused.
+SPARE_BLOCKS = 4
+SPARE_SHARE = 16
+
+Codecs = Sequence[CodecId]  # of a block's layers
+
+
+def check_codecs(session: Session, codecs: Codecs | None) -> tuple[CodecId, ...]:
+    """Return a codec a layer; None: the namespace's. Raises InvalidArgument for a coarser one."""
+    own = layer_codecs(session.namespace)
+    if codecs is None:
+        return own
+    if len(codecs) != len(own):
+        raise InvalidArgument(f"{len(codecs)} codecs for {len(own)} layers")
+    for layer, (codec, least) in enumerate(zip(codecs, own, strict=True)):
+        if codec is not least and codec not in better_codecs(least):
+            raise InvalidArgument(
+                f"layer {layer}: codec {codec.name.lower()} is not {least.name.lower()} "
+                "or one that keeps more"
+            )
+    return tuple(codecs)
+
+
+def block_codecs(block: int, codecs: tuple[CodecId, ...]) -> tuple[CodecId, ...]:
+    """Return the codecs of a block's pages: the first block (attention sinks) is always raw."""
+    return (CodecId.RAW,) * len(codecs) if block == 0 else codecs
+
+
+def needs_of(placement: Placement, session: Session, codecs: Codecs) -> dict[SlabPool, int]:
+    """Return the slots that a block needs of each warm pool."""
+    needs: Counter[SlabPool] = Counter()
+    for codec, pages in sorted(Counter(codecs).items()):
+        needs[placement.pool(Tier.WARM, session, codec)] += pages
+    return needs
+
+
+def lend_block(placement: Placement, session: Session, codecs: Codecs) -> list[Place]:
+    """Reserve a warm place for each layer's page; all, or none: then the list is empty.
+
+    Raises TierFull or StorageError when a slab within the budget cannot be made.
+    """
+    needs = needs_of(placement, session, codecs)
+    if not placement.pools[Tier.WARM].make_room(needs):
+        return []
+    pools = [placement.pool(Tier.WARM, session, codec) for codec in codecs]
+    lent: dict[SlabPool, list[Place]] = {}
+    try:
+        for pool, pages in needs.items():
+            codec = codecs[pools.index(pool)]
+            lent[pool] = placement.reserve(Tier.WARM, session, codec, pages)
+            assert lent[pool], f"room for {pages} slots of {pool.slot_bytes} bytes has gone"
+    except TierdError:
+        for places in lent.values():
+            placement.release(session, places)
+        raise
+    rest = {pool: iter(places) for pool, places in lent.items()}
+    return [
+        replace(next(rest[pool]), codec=codec) for pool, codec in zip(pools, codecs, strict=True)
+    ]
+
+
+def no_room(
+    placement: Placement, session: Session, codecs: Codecs, blocks: int
+) -> TierFull | BudgetTooSmall:
+    """Return the error that says what room `blocks` such blocks need, or that none can be."""
+    pools = placement.pools[Tier.WARM]
+    needs = needs_of(placement, session, codecs)
+    if pools.shortage_bytes(needs, empty=True):
+        smallest_bytes = pools.smallest_bytes(needs)
+        return BudgetTooSmall(
+            f"the warm tier cannot hold one block of codec "
+            f"{describe_codecs(session.namespace.codec, codecs)}: it needs {smallest_bytes} bytes",
+            smallest_bytes=smallest_bytes,
+        )
+    # A quarter of warm at most, so that one plan does not turn the whole tier over.
+    block_bytes = sum(pool.slot_bytes * slots for pool, slots in needs.items())
+    blocks = min(blocks, max(1, pools.budget.limit_bytes // block_bytes // 4))
+    return RoomNeeded(
+        "the warm tier is full", {pool: slots * blocks for pool, slots in needs.items()}
+    )
+
+
+def spare_slots(placement: Placement, session: Session, pool: SlabPool) -> int:
+    """Return how many free slots of a pool spare the session's next demotion a wait."""
+    slots = placement.pools[Tier.WARM].slots_max(pool.slot_bytes)
+    pages = needs_of(placement, session, session.page_codecs).get(pool, session.layers)
+    return min(slots // SPARE_SHARE, SPARE_BLOCKS * pages)
+
+
+def spare_needs(placement: Placement, session: Session) -> dict[SlabPool, int]:
+    """Return the free slots that each pool of the session's next demotion should have."""
+    pools = needs_of(placement, session, session.page_codecs)
+    return {pool: spare_slots(placement, session, pool) for pool in pools}
