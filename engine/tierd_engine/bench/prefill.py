@@ -106,8 +106,6 @@ def print_prefill(rows: Sequence[PrefillRow]) -> None:
     if len(rows) > 1:
         grown = memory_growth(rows)
         print(f"memory beyond the tiers grows by {grown:.0f} bytes a token of context")
-            f"memory beyond the tiers grows by {memory_growth(rows):.0f} bytes a token of context"
-        )
 
 
 def memory_growth(rows: Sequence[PrefillRow]) -> float:
