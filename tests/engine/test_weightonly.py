@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from tierd.errors import InvalidArgument
+from tierd.types import CodecId, DType
+from tierd_engine import hf
 from tierd_engine.stepthreads import LAYER_BYTES_MIN, StepThreads, mean_layer_bytes
 from tierd_engine.weightonly import ROWS_MAX, Int8Linear, Weights, apply_weights
 
@@ -98,3 +103,41 @@ def test_small_layers_step_on_one_thread_and_prefill_gets_them_back():
 def test_mean_layer_leaves_embedding_and_head_out():
     sizes = [64 * 128 * 4, 64 * 128 * 4, 33 * 64 * 4]
     assert mean_layer_bytes(Model()) == sum(sizes) / 3
+
+
+def test_kv_of_other_weights_is_of_another_namespace(tmp_path: Path):
+    shape = hf.ModelShape(2, 4, 2, 64, 2048, rope="")
+    digests = {
+        hf.namespace_for(tmp_path, shape, DType.FLOAT32, CodecId.INT8, 64, weights=kind).digest()
+        for kind in Weights
+    }
+    assert len(digests) == 2
+
+
+def test_a_decode_step_runs_on_few_threads_and_a_chunk_on_all(monkeypatch: pytest.MonkeyPatch):
+    from tierd_engine import generator
+
+    seen = []
+
+    class Kv:
+        position = 0
+
+        def step_tokens_max(self) -> int:
+            return 512
+
+    class Stepping(Model):
+        def forward(self, input_ids: torch.Tensor, **named: object) -> SimpleNamespace:
+            seen.append((input_ids.shape[1], torch.get_num_threads()))
+            driver.kv.position += input_ids.shape[1]
+            return SimpleNamespace(logits=torch.zeros(1, 1, 8))
+
+    monkeypatch.setattr(generator, "TierCache", lambda kv: kv)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        driver = generator.Generator(Stepping(), Kv())  # type: ignore[arg-type]
+        driver.feed([1] * 40)
+        driver.feed([1])
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [(40, 2), (1, 1)]
