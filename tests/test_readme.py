@@ -23,6 +23,6 @@ def test_the_file_tree_is_current() -> None:
 
 def test_every_script_named_is_there() -> None:
     readme = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
-    named = set(re.findall(r"scripts/[a-z_]+(?:\.py)?", readme))
+    named = set(re.findall(r"scripts/[a-z_-]+(?:\.py)?", readme))
     assert named
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []

@@ -133,12 +133,19 @@ class Daemon:
             ledger = VolatileLedger(secrets.token_bytes(16))
         else:
             segment_bytes = journal_bytes(cap_bytes)
-            ledger = Ledger.open(
-                disk,
-                new_uuid=lambda: secrets.token_bytes(16),
-                clock=clock,
-                segment_bytes=segment_bytes,
-            )
+            try:
+                ledger = Ledger.open(
+                    disk,
+                    new_uuid=lambda: secrets.token_bytes(16),
+                    clock=clock,
+                    segment_bytes=segment_bytes,
+                )
+            except StorageFull as error:
+                needed_bytes = segment_bytes + SUPERBLOCK_BYTES
+                raise StorageFull(
+                    f"{error}; a start needs {format_size(needed_bytes)} free. What is kept "
+                    "there is untouched"
+                ) from None
             self._log_recovery(ledger.recovery)
             cap_bytes -= metadata_bytes(cap_bytes, segment_bytes)
         self._stack.callback(self._close_ledger, ledger)
@@ -150,9 +157,13 @@ class Daemon:
                 clock=clock,
             )
         except TierFull:
+            slabs_bytes = sum(slab.size_bytes for slab in ledger.slabs().values())
+            # Of twice the slabs, so surely enough for what is less.
+            other_bytes = metadata_bytes(2 * slabs_bytes, journal_bytes(2 * slabs_bytes))
             raise ConfigError(
-                f"cold.cap_bytes: {disk.folder} holds {format_size(disk.used_bytes())} already, "
-                f"more than {format_size(cap_bytes)}"
+                f"cold.cap_bytes: {disk.folder} has {format_size(slabs_bytes)} of slabs, and the "
+                f"cap leaves {format_size(cap_bytes)} for them; "
+                f"{format_size(slabs_bytes + other_bytes)} are enough"
             ) from None
 
     def _close_ledger(self, ledger: Ledger | VolatileLedger) -> None:
@@ -174,6 +185,10 @@ class Daemon:
 
     def _cold_device(self) -> str:
         ledger = self.store.ledger
+        try:
+            self.disk.require_there()
+        except StorageError as error:
+            return str(error)
         if ledger.failed:
             return f"{self.disk.describe()}; read-only: {ledger.failed}"
         lasts = "kept across restarts" if ledger.durable else "ends with the daemon"

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tierd.errors import UnsupportedModel
+
 OWN_ATTENTION = "sdpa"
 # One piece up to 8k tokens as a user of the model would run it; beyond, the
 # logits buffer and sdpa's workspace of one piece would not fit small hosts.
@@ -83,8 +85,18 @@ class OwnCacheRun:
                 use_cache=True,
                 logits_to_keep=1,
             )
-        logits: torch.Tensor = output.logits[0, -1].float()
-        return logits
+        return finite(output.logits[0, -1].float())
+
+
+def finite(logits: torch.Tensor) -> torch.Tensor:
+    """Return `logits`. Raises UnsupportedModel where they are NaN or infinite: argmax and
+    every comparison of them would pass in silence."""
+    if not bool(torch.isfinite(logits).all()):
+        raise UnsupportedModel(
+            "the model's logits are not finite (NaN or infinity): its weights are damaged, or "
+            "its values do not fit the dtype"
+        )
+    return logits
 
 
 def compare_with_own_cache(

@@ -16,6 +16,7 @@ import torch
 from tierd.errors import PageMiss, StaleGeneration, StorageError
 from tierd_engine.attention.executors import FEW_QUERIES_MAX
 from tierd_engine.cache import TierCache
+from tierd_engine.fidelity import finite
 from tierd_engine.session import SessionKV
 from tierd_engine.stepthreads import StepThreads
 
@@ -81,8 +82,7 @@ class Generator:
         except BaseException:
             self.kv.cancel()
             raise
-        logits: torch.Tensor = output.logits[0, -1].float()
-        return logits
+        return finite(output.logits[0, -1].float())
 
     def _recover(self, miss: PageMiss) -> None:
         self.losses[miss.block] += 1

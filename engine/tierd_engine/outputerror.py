@@ -21,7 +21,7 @@ from tierd.types import CodecId
 from tierd_engine.arena import HotArena
 
 SINK_TOKENS = 16
-_PASS_BYTES = 8 << 20  # of exact keys and values: what a layer's sums touch stays in the caches
+_PASS_BYTES = 4 << 20  # of exact keys and values: what a layer's sums touch stays in the caches
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,13 @@ import numpy as np
 import torch
 
 from tierd.client import Client, SessionHandle
-from tierd.errors import InvalidArgument, LayoutMismatch
+from tierd.errors import (
+    DaemonUnavailable,
+    DeadlineExceeded,
+    InvalidArgument,
+    LayoutMismatch,
+    TierdError,
+)
 from tierd.layercodecs import layer_codecs, parse_codec_choice
 from tierd.types import CodecId, DType, Namespace, SessionState
 from tierd_engine import hf
@@ -26,6 +32,7 @@ from tierd_engine.attention.plan import PlanMode
 from tierd_engine.fidelity import compare_with_own_cache
 from tierd_engine.generator import Generator
 from tierd_engine.guard import QualityGuard
+from tierd_engine.link import AGAIN_SECONDS, REJOIN_SECONDS
 from tierd_engine.prompt import TextStream, build_followup, build_prompt, follow
 from tierd_engine.report import JobReport, build_report
 from tierd_engine.session import SessionKV
@@ -276,7 +283,7 @@ def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
     events.working("loading the model")
     model = hf.load_model(job.folder, job.config, job.dtype)
     apply_weights(model, Weights.parse(job.spec.weights))
-    with Client.connect(socket) as client, _owned_session(job, client, events) as handle:
+    with _owned_session(job, socket, events) as (client, handle):
         kv = SessionKV(
             client,
             handle,
@@ -299,19 +306,45 @@ def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
 
 
 @contextlib.contextmanager
-def _owned_session(job: PreparedJob, client: Client, events: JobEvents) -> Iterator[SessionHandle]:
+def _owned_session(
+    job: PreparedJob, socket: str, events: JobEvents
+) -> Iterator[tuple[Client, SessionHandle]]:
     """Open or resume the job's session. At the end it is closed, unless it was suspended.
 
     The daemon keeps a resumed one as it was unless the job is done and drops it: whatever
     ends this process, nothing that was kept is lost.
     """
-    spec = job.spec
-    if spec.resume is None:
-        handle = client.open_session(job.namespace, job.sizes.total_tokens)
-    else:
-        handle = client.resume(spec.resume, job.namespace, job.sizes.total_tokens)
+    client, handle = _opened(job, socket)
+    with client:
+        yield from _closed_after(job.spec, client, handle, events)
+
+
+def _opened(job: PreparedJob, socket: str) -> tuple[Client, SessionHandle]:
+    """Connect and open. The daemon answered when the job was prepared: if it has died since,
+    the next one is waited for, as it is later on."""
+    give_up_at = time.monotonic() + REJOIN_SECONDS
+    while True:
+        client: Client | None = None
+        try:
+            client = Client.connect(socket)
+            tokens = job.sizes.total_tokens
+            if job.spec.resume is None:
+                return client, client.open_session(job.namespace, tokens)
+            return client, client.resume(job.spec.resume, job.namespace, tokens)
+        except TierdError as error:
+            if client is not None:
+                client.close()
+            gone = isinstance(error, DaemonUnavailable) and not isinstance(error, DeadlineExceeded)
+            if not gone or time.monotonic() >= give_up_at:
+                raise
+        time.sleep(AGAIN_SECONDS)
+
+
+def _closed_after(
+    spec: JobSpec, client: Client, handle: SessionHandle, events: JobEvents
+) -> Iterator[tuple[Client, SessionHandle]]:
     try:
-        yield handle
+        yield client, handle
     except BaseException:
         handle.close()
         if spec.resume is not None:
@@ -324,7 +357,7 @@ def _run_session(
     job: PreparedJob, model: Any, client: Client, kv: SessionKV, events: JobEvents
 ) -> JobReport:
     generator = Generator(model, kv)
-    before = client.stats()
+    before = kv.link.run(client.stats)
     ids = job.prompt_ids
     if job.spec.resume is not None:
         held = [int(token) for token in kv.handle.token_ids]
@@ -344,7 +377,7 @@ def _run_session(
         events.note("verifying against the model's own full-precision cache")
         events.working("verifying")
         fidelity = compare_with_own_cache(model, prompt_ids, new_ids, kept)
-    stats = before, client.stats()
+    stats = before, kv.link.run(client.stats)
     report = build_report(job, stats, generator, timings, len(new_ids), text, fidelity)
     if job.spec.keeps:
         kv.suspend(np.array([*prompt_ids, *new_ids], dtype=np.uint32))

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -369,3 +370,15 @@ def test_a_file_that_cannot_be_removed_is_no_error_and_is_found_again(named, mon
     monkeypatch.setattr(os, "unlink", raising(errno.EROFS))
     named.remove("slab/00000001")
     assert named.names("slab") == ["slab/00000001"]
+
+
+def test_a_folder_that_was_removed_is_noticed_at_the_next_sync(tmp_path: Path) -> None:
+    disk = PosixDisk(str(tmp_path / "cold"), ephemeral=False)
+    handle = disk.create("slab/00000001", SIZE)
+    disk.sync(handle)
+    shutil.rmtree(tmp_path / "cold")
+    with pytest.raises(StorageError, match="was removed"):
+        disk.sync(handle)
+    with pytest.raises(StorageError, match="was removed"):
+        disk.require_there()
+    disk.close()

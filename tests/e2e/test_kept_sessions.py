@@ -167,8 +167,8 @@ def test_a_session_that_lost_a_page_meanwhile_is_kept_up_to_it(
     session = run(spec, daemon.socket)["session"]["id"]
     (before,) = rows(daemon.socket)
     job = prepare_job(next_question(spec, session), daemon.socket)
-    with Client.connect(daemon.socket) as client, pytest.raises(StorageError):  # noqa: SIM117
-        with runner._owned_session(job, client, Events()) as handle:
+    with pytest.raises(StorageError):  # noqa: SIM117
+        with runner._owned_session(job, daemon.socket, Events()) as (_, handle):
             handle.truncate(5)  # as the engine does when it finds block 5 damaged
             fail()
     (after,) = rows(daemon.socket)

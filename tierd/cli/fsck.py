@@ -65,7 +65,8 @@ def _show(report: FsckReport) -> None:
                 print(line, file=out)
             if len(lines) > LINES_MAX:
                 print(f"... and {len(lines) - LINES_MAX:,d} more", file=out)
-        print("clean" if report.clean else "damage was found", file=out)
+        verdict = "damage was found" + (", and mended" if report.rebuilt else "")
+        print("clean" if report.clean else verdict, file=out)
 
 
 def _findings(report: FsckReport) -> list[list[str]]:
@@ -73,5 +74,9 @@ def _findings(report: FsckReport) -> list[list[str]]:
         f"page: session {page.session:016x} {page.reason} (slab {page.slab}, slot {page.slot})"
         for page in report.pages
     ]
-    lost = [f"lost: session {number:016x} from token {token:,d}" for number, token in report.lost]
+    lost = [
+        f"lost: session {number:016x}: its KV from token {token:,d} on; the next resume computes "
+        "it anew from the token ids"
+        for number, token in report.lost
+    ]
     return [report.damage, pages, lost, [f"note: {note}" for note in report.notes]]

@@ -15,7 +15,6 @@ from tierd.cli.streams import require_stdout
 from tierd.cli.terminal import JobDisplay, hush_libraries, print_json
 from tierd.errors import InvalidArgument, StorageError, StorageFull
 from tierd.units import format_size
-from tierd_engine.cores import share_cores
 
 if TYPE_CHECKING:
     from tierd_engine.runner import JobSpec
@@ -71,6 +70,8 @@ def run_job_command(
     require_stdout()
     quiet = display.quiet or display.as_json
     hush_libraries(quiet=quiet)
+    from tierd_engine.cores import share_cores
+
     share_cores()
     with JobDisplay(stream_text=not display.as_json, quiet=quiet) as events:
         events.working("starting the engine")

@@ -92,7 +92,20 @@ def check(disk: DiskPort, clock: Clock) -> FsckReport:
         except StorageError as error:
             report.damage.append(f"{name}: {error}")
     _check_slots(disk, found.image, found.store_uuid, report)
+    _find_orphans(disk, found.image, report)
     return report
+
+
+def _find_orphans(disk: DiskPort, image: Image, report: FsckReport) -> None:
+    """Tell of slab files beside damaged records: what no record names cannot be used."""
+    names = {f"{SLAB_FOLDER}/{slab:08x}" for slab in image.slabs}
+    orphans = [name for name in disk.names(SLAB_FOLDER) if name not in names]
+    if orphans and report.damage:
+        report.damage.append(
+            f"{len(orphans)} slab files ({', '.join(orphans[:3])}{', ...' * (len(orphans) > 3)}) "
+            "are named by no readable record: the pages in them, and their sessions, are lost "
+            "unless the records can be had from elsewhere; --rebuild gives them up"
+        )
 
 
 def rebuild(disk: DiskPort, clock: Clock) -> FsckReport:
@@ -128,7 +141,8 @@ def _tell(report: FsckReport, recovered: RecoveryReport) -> None:
     report.damage += [f"{what}: damaged" for what in recovered.repaired]
     report.damage += [f"{SLAB_FOLDER}/{slab:08x}: missing" for slab in recovered.missing_slabs]
     report.lost += recovered.lost
-    report.notes += [f"{name}: nothing needs it" for name in recovered.dropped_files]
+    harmless = "nothing needs it" if not recovered.damage else "not used"
+    report.notes += [f"{name}: {harmless}" for name in recovered.dropped_files]
     if recovered.torn_tail:
         report.notes.append("the journal's end is torn, as a crash leaves it")
 

@@ -248,6 +248,17 @@ class PosixDisk:
             return
         with self._errors(f", {folder}, sync"):
             os.fsync(self._folder_fds[folder])
+        self.require_there()
+
+    def require_there(self) -> None:
+        """Raise StorageError if the folder, or one of ours in it, was removed: what is written
+        there goes with the last process that has it open."""
+        if self.ephemeral:
+            return
+        with self._errors():
+            gone = [n or "." for n, fd in self._folder_fds.items() if os.fstat(fd).st_nlink == 0]
+        if gone:
+            raise StorageError(f"cold folder {self.folder} was removed; nothing in it is kept")
 
     # -- bytes ----------------------------------------------------------------
 
@@ -276,6 +287,7 @@ class PosixDisk:
         """Make what was written to a file durable. Raises StorageError, StorageFull."""
         with self._errors(", sync"), self._using(handle) as file:
             os.fdatasync(file.fd)
+        self.require_there()
 
     def reader_fd(self, handle: int) -> int:
         """Return an fd opened for reading alone; it stays the disk's."""
