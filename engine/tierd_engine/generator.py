@@ -6,6 +6,7 @@ that block on and recomputes it from the token ids, so the output is the same.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,11 @@ from typing import Any
 import torch
 
 from tierd.errors import PageMiss, StaleGeneration, StorageError
+from tierd_engine.attention.executors import FEW_QUERIES_MAX
 from tierd_engine.cache import TierCache
 from tierd_engine.fidelity import finite
 from tierd_engine.session import SessionKV
+from tierd_engine.stepthreads import StepThreads
 
 # Larger chunks keep the linear layers busier; past this the gain is under 2 %.
 PREFILL_CHUNK_TOKENS = 512
@@ -29,6 +32,7 @@ class Generator:
     def __init__(self, model: Any, kv: SessionKV) -> None:
         self._model = model
         self._cache = TierCache(kv)
+        self._threads = StepThreads(model)
         self.kv = kv
         self.token_ids: list[int] = []
         self.losses: Counter[int] = Counter()
@@ -69,8 +73,9 @@ class Generator:
             PREFILL_CHUNK_TOKENS, self.kv.step_tokens_max() or 1, len(self.token_ids) - start
         )
         ids = torch.tensor([self.token_ids[start : start + chunk]])
+        few = self._threads.few_queries() if chunk <= FEW_QUERIES_MAX else contextlib.nullcontext()
         try:
-            with torch.inference_mode():
+            with few, torch.inference_mode():
                 output = self._model(
                     input_ids=ids, cache=self._cache, use_cache=True, logits_to_keep=1
                 )

@@ -25,6 +25,7 @@ from tierd_engine.modelcheck import (
     locate_model,
     number_problem,
 )
+from tierd_engine.weightonly import Weights
 from tierd_engine.weights import weights_digest
 
 __all__ = [
@@ -196,11 +197,13 @@ def namespace_for(
     codec: CodecId,
     block_tokens: int,
     codec_layers: str = "",
+    weights: Weights = Weights.AUTO,
 ) -> Namespace:
-    """Return the namespace of this model's KV."""
+    """Return the namespace of this model's KV. Weights that are changed give other KV."""
+    changed = "" if weights is Weights.AUTO else f":{weights}"
     return Namespace(
         geometry=shape.geometry(dtype, block_tokens),
-        weights_digest=weights_digest(folder),
+        weights_digest=weights_digest(folder) + changed,
         codec=codec,
         codec_layers=codec_layers,
         rope=shape.rope,

@@ -38,6 +38,7 @@ from tierd_engine.report import JobReport, build_report
 from tierd_engine.session import SessionKV
 from tierd_engine.sizing import JobSizes, check_daemon_room, check_length, size_tiers
 from tierd_engine.warmup import warm_up
+from tierd_engine.weightonly import Weights, apply_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class JobSpec:
     `keep`: suspend the session at the end, so that another job can `resume` it
     by its id and ask more, without the document. A resumed session has its own
     codec and block size, and is kept again unless `drop`; if the job fails or is
-    interrupted, it is kept as it was.
+    interrupted, it is kept as it was. `weights`: see weightonly.py.
     """
 
     model: str
@@ -68,6 +69,7 @@ class JobSpec:
     dtype: str = "auto"
     block_tokens: int | None = None
     rope_scaling: str | None = None
+    weights: str = "auto"
     keep: bool = False
     resume: str | None = None
     drop: bool = False
@@ -145,6 +147,7 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
     session to resume. Raises BudgetTooSmall, LayoutMismatch, InvalidArgument, NotFound.
     """
     plan = PlanMode.parse(spec.plan)
+    weights = Weights.parse(spec.weights)
     if spec.max_new_tokens < 1:
         raise InvalidArgument(f"max-new-tokens is {spec.max_new_tokens}, must be at least 1")
     held = _held_session(spec.resume, socket) if spec.resume is not None else None
@@ -184,7 +187,13 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
         with Client.connect(socket, kind="tool") as client:
             check_daemon_room(sizes, client.stats(), resumed=held is not None)
     namespace = hf.namespace_for(
-        folder, shape, dtype, choice.base, sizes.block_tokens, choice.layers
+        folder,
+        shape,
+        dtype,
+        choice.base,
+        sizes.block_tokens,
+        choice.layers,
+        weights,
     )
     return PreparedJob(
         spec, folder, config, shape, tokenizer, ids, namespace, plan, sizes, socket is not None
@@ -207,9 +216,16 @@ def _held_dtype(spec: JobSpec, held: dict[str, Any], folder: Path, shape: hf.Mod
 
     The daemon knows a namespace by its digest alone: what could have made it is tried.
     """
+    weights = Weights.parse(spec.weights)
     choice, block_tokens = parse_codec_choice(held["codec"]), int(held["block_tokens"])
     wanted = hf.namespace_for(
-        folder, shape, DType.FLOAT32, choice.base, block_tokens, choice.layers
+        folder,
+        shape,
+        DType.FLOAT32,
+        choice.base,
+        block_tokens,
+        choice.layers,
+        weights,
     )
 
     def dtype_of(namespace: Namespace) -> DType | None:
@@ -236,7 +252,7 @@ def _held_dtype(spec: JobSpec, held: dict[str, Any], folder: Path, shape: hf.Mod
         raise LayoutMismatch(f"{who} was made without --rope-scaling; leave it out")
     raise LayoutMismatch(
         f"{who} was made with another model than {spec.model}, or with other weights in it, "
-        "or with another --rope-scaling; give what it was made with"
+        "or with another --rope-scaling or --weights; give what it was made with"
     )
 
 
@@ -267,6 +283,7 @@ def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
     use_all_cores()
     events.working("loading the model")
     model = hf.load_model(job.folder, job.config, job.dtype)
+    apply_weights(model, Weights.parse(job.spec.weights))
     with _owned_session(job, socket, events) as (client, handle):
         kv = SessionKV(
             client,

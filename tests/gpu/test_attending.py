@@ -1,4 +1,4 @@
-"""Attention over hot and int8 pages on the GPU, interpreted, against the float64 operator."""
+"""Attention over hot and encoded pages on the GPU, interpreted, against the float64 operator."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from tests.engine.attention.pages import Pages, make_pages, poison_beyond
-from tierd.errors import InvalidArgument
 from tierd.types import CodecId, DType
 from tierd_engine.arena import TORCH_DTYPES
 from tierd_engine.attention.operator import Partial, attend_reference
 from tierd_engine.gpu.attending import attend_pages
 from tierd_engine.gpu.merging import merge_partials
 
-CODECS = (CodecId.RAW, CodecId.INT8)
+CODECS = (CodecId.RAW, CodecId.INT8, CodecId.K8V4, CodecId.INT4, CodecId.FP8)
+FOUR_BIT = (CodecId.K8V4, CodecId.INT4)  # of heads of a multiple of 32 channels
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name.lower())
 
 
@@ -37,8 +37,8 @@ MODELS = {
     "Qwen2": Model(4, 7, 128, DType.BFLOAT16),
     "SmolLM2": Model(3, 3, 64, DType.FLOAT32),
     "odd": Model(2, 1, 20, DType.FLOAT16),
+    "wide": Model(1, 3, 96, DType.FLOAT16),
 }
-each_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 
 
 class Case:
@@ -100,8 +100,15 @@ def assert_close(o: torch.Tensor, lse: torch.Tensor, expected: Partial) -> None:
     np.testing.assert_allclose(lse.numpy(), expected.lse, atol=1e-5)
 
 
-@each_codec
-@each_model
+CASES = [
+    pytest.param(model, codec, id=f"{name}-{codec.name.lower()}")
+    for name, model in MODELS.items()
+    for codec in CODECS
+    if codec not in FOUR_BIT or model.head_dim % 32 == 0
+]
+
+
+@pytest.mark.parametrize(("model", "codec"), CASES)
 def test_every_run_of_pages_gives_its_partial(model: Model, codec: CodecId) -> None:
     case = Case(model, codec, 64, 1, (64, 37, 0))
     for pages_each in (1, 2):
@@ -120,7 +127,7 @@ def test_blocks_smaller_and_larger_than_a_key_group(codec: CodecId, block: int) 
 
 
 @each_codec
-@pytest.mark.parametrize("name", ["Qwen2", "odd"])
+@pytest.mark.parametrize("name", ["Qwen2", "wide"])
 def test_several_queries_see_what_stands_before_them(codec: CodecId, name: str) -> None:
     n = 11
     case = Case(MODELS[name], codec, 16, n, (16, 16, 9))
@@ -136,7 +143,7 @@ def test_several_queries_see_what_stands_before_them(codec: CodecId, name: str) 
 
 @each_codec
 def test_more_rows_than_one_program_takes(codec: CodecId) -> None:
-    case = Case(Model(1, 7, 16, DType.BFLOAT16), codec, 16, 16, (16,))  # 112 rows
+    case = Case(Model(1, 7, 32, DType.BFLOAT16), codec, 16, 16, (16,))  # 112 rows
     o, lse = case.attend(1)
     assert_close(o[0], lse[0], case.expected(slice(None)))
 
@@ -161,14 +168,11 @@ def test_partials_of_runs_merge_to_the_whole(codec: CodecId) -> None:
     assert_close(out, out_lse, case.expected(slice(None)))
 
 
-def test_no_pages_is_no_work_and_a_codec_without_kernel_is_refused() -> None:
+def test_no_pages_is_no_work() -> None:
     none, tokens = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32)
     o, lse = torch.empty(0, 1, 2, 32), torch.empty(0, 1, 2)
     q = torch.zeros(1, 2, 32, dtype=torch.bfloat16)
     rng = np.random.default_rng(0)
     for codec in CODECS:
         layout = make_pages(rng, 1, 1, 32, 16, codec).layout
-        attend_pages(q, none, tokens, layout, 1.0, o, lse)
-    layout = make_pages(rng, 1, 1, 32, 16, CodecId.FP8).layout
-    with pytest.raises(InvalidArgument, match="fp8"):
         attend_pages(q, none, tokens, layout, 1.0, o, lse)

@@ -37,6 +37,7 @@ def demo(
     dtype: options.DType = options.DTypeName.AUTO,
     block_tokens: options.BlockTokens = None,
     rope_scaling: options.RopeScaling = None,
+    weights: options.Weights = options.WeightsName.AUTO,
     daemon: options.JobDaemon = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
@@ -64,6 +65,7 @@ def demo(
             dtype=dtype,
             block_tokens=block_tokens,
             rope_scaling=rope_scaling,
+            weights=weights,
         )
 
     if not (quiet or as_json):

@@ -30,22 +30,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    decode = verbs.add_parser("decode", help="decode tokens/s beside transformers' own cache")
-    decode.add_argument("--context", type=int, default=16384, help="tokens (default 16384)")
-    decode.add_argument("--hot", type=float, default=0.25, help="share hot (default 0.25)")
-    decode.add_argument("--codec", default="int8", help="as --codec of a job (default int8)")
+    decode = verbs.add_parser("decode", help="decode tokens/s beside transformers and llama.cpp")
+    decode.add_argument("--context", type=int, nargs="+", help="tokens; default: 4k to 128k")
+    decode.add_argument("--weights", default="auto", help="of tierd's rows: auto or int8")
     decode.add_argument("--steps", type=int, default=6, help="steps a round (default 6)")
+    decode.add_argument("--folder", default="/var/tmp", help="of cold pages (default /var/tmp)")
+    decode.add_argument(
+        "--rows", type=int, nargs="+", help="of tierd's rows only these, from 0 (default: all)"
+    )
+    decode.add_argument(
+        "--peers", nargs="?", const="", metavar="PYTHON",
+        help="measure llama.cpp now, with this or that interpreter's llama-cpp-python",
+    )  # fmt: skip
+    decode.add_argument("--keep-peers", action="store_true", help="and keep its figures")
     decode.set_defaults(run=_decode)
     exact = verbs.add_parser("exact", help="raw tokens against the own cache, every cell")
     exact.add_argument("--context", type=int, nargs="*", help="tokens; default: all lengths")
     exact.set_defaults(run=_exact)
     fidelity = _add_fidelity(verbs)
     prefill = verbs.add_parser("prefill", help="prefill tokens/s beside the model's own")
-    prefill.add_argument("--context", type=int, default=4096, help="tokens (default 4096)")
+    prefill.add_argument("--context", type=int, nargs="+", help="tokens (default 4096 16384)")
+    prefill.add_argument("--rounds", type=int, default=3, help="default 3")
     prefill.add_argument("--codec", default="int8", help="as --codec of a job (default int8)")
     prefill.add_argument("--dtype", default="float32", help="default float32")
     prefill.add_argument("--hot", default="25%", help="hot share (default 25%%)")
     prefill.set_defaults(run=_prefill)
+    weights = verbs.add_parser("weights", help="a step outside attention; int8 weights' loss")
+    weights.add_argument("--tokens", type=int, default=1024, help="teacher-forced (default 1024)")
+    weights.set_defaults(run=_weights)
+    memory = verbs.add_parser("memory", help="peak memory of a long job beside its KV")
+    memory.add_argument("--context", type=int, default=131072, help="tokens (default 131072)")
+    memory.add_argument("--hot", type=float, default=0.05, help="share hot (default 0.05)")
+    memory.set_defaults(run=_memory)
     kernels = verbs.add_parser("kernels", help="codec and attention kernels against memory")
     kernels.set_defaults(run=_kernels)
     disk = verbs.add_parser("disk", help="spill and cold read beside fio; a restart")
@@ -58,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     disk.add_argument("--part", nargs="*", choices=("speed", "restart"), help="default: both")
     disk.add_argument("--pages", type=int, default=1_000_000, help="of the restart; default 10^6")
     disk.set_defaults(run=_disk)
-    for verb in (decode, exact, fidelity, prefill, disk):
+    for verb in (decode, exact, fidelity, prefill, weights, memory, disk):
         verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 
@@ -87,17 +103,30 @@ def _add_fidelity(verbs: Any) -> argparse.ArgumentParser:
 
 
 def _decode(options: argparse.Namespace) -> int:
-    from tierd.codec import parse_codec
-    from tierd_engine.bench.decode import bench_decode, decode_to_dict, print_decode
+    from tierd_engine.bench import decode, peers
+    from tierd_engine.weightonly import Weights
 
-    rows = bench_decode(
-        options.context, hot=options.hot, codec=parse_codec(options.codec), steps=options.steps
+    weights = Weights.parse(options.weights)
+    contexts = options.context or decode.CONTEXTS
+    rows = [decode.SHARES[i] for i in options.rows or range(len(decode.SHARES))]
+    beside = peers.kept_figures()
+    if options.peers is not None:
+        python = peers.find_python(options.peers or None)
+        if python is None:
+            print("llama.cpp is skipped: pip install llama-cpp-python", file=sys.stderr)
+        else:
+            fresh = peers.measure_peers(python, contexts, keep=options.keep_peers)
+            beside = [*(old for old in beside if old.context_tokens not in contexts), *fresh]
+    elif not any(peer.context_tokens in contexts for peer in beside):
+        print("no figures of llama.cpp are kept for these; --peers measures it", file=sys.stderr)
+    done = decode.bench_decode(
+        contexts, rows, beside, weights=weights, steps=options.steps, cold_folder=options.folder
     )
     if options.json:
-        print(json.dumps(decode_to_dict(rows)))
+        print(json.dumps(decode.decode_to_dict(done, weights)))
     else:
-        print_decode(rows)
-    return 0
+        decode.print_decode(done, weights)
+    return 1 if decode.missed_bars(done) else 0
 
 
 def _exact(options: argparse.Namespace) -> int:
@@ -154,13 +183,37 @@ def _prefill(options: argparse.Namespace) -> int:
     from tierd.types import DType
     from tierd_engine.bench.prefill import bench_prefill, prefill_to_dict, print_prefill
 
-    row = bench_prefill(
-        options.context, parse_codec(options.codec), DType(options.dtype), options.hot
-    )
+    codec, dtype = parse_codec(options.codec), DType(options.dtype)
+    rows = [
+        bench_prefill(context, codec, dtype, options.hot, options.rounds)
+        for context in options.context or (4096, 16384)
+    ]
     if options.json:
-        print(json.dumps(prefill_to_dict(row)))
+        print(json.dumps(prefill_to_dict(rows)))
     else:
-        print_prefill(row)
+        print_prefill(rows)
+    return 0 if all(row.holds for row in rows) else 1
+
+
+def _weights(options: argparse.Namespace) -> int:
+    from tierd_engine.bench.weights import bench_loss, bench_step, print_weights, weights_to_dict
+
+    steps, losses = bench_step(), bench_loss(options.tokens)
+    if options.json:
+        print(json.dumps(weights_to_dict(steps, losses)))
+    else:
+        print_weights(steps, losses)
+    return 0
+
+
+def _memory(options: argparse.Namespace) -> int:
+    from tierd_engine.bench.memory import bench_memory, memory_to_dict, print_memory
+
+    row = bench_memory(options.context, options.hot)
+    if options.json:
+        print(json.dumps(memory_to_dict(row)))
+    else:
+        print_memory(row)
     return 0 if row.holds else 1
 
 

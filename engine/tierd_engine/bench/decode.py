@@ -1,185 +1,361 @@
-"""Decode throughput over tiers beside the model's own cache, in one run, alternating.
+"""Decode throughput over tiers beside transformers' caches and llama.cpp, alternating rounds.
 
 KV is synthetic (random), the weights are SmolLM2's: right for throughput, no
-claim about quality. The limit of a row is the time to read its KV bytes once
-at the measured memory bandwidth, plus a step with almost no context.
+claim about quality. Each tiered row runs against transformers' own bf16 cache
+in alternating rounds of its own; the ratio is of their medians. The limit of
+a row is the longer of two: its cold bytes ÷ the disk's O_DIRECT bandwidth, and
+its bytes in RAM ÷ the memory's read bandwidth plus a step with almost no
+context (of the same weights and threads). llama.cpp has its own file, peers.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from tierd.codec.layout import page_layout
-from tierd.types import CodecId, DType, Tier
-from tierd_engine import hf
-from tierd_engine.arena import TORCH_DTYPES, hot_block_bytes
-from tierd_engine.attention.plan import PlanMode
-from tierd_engine.bench.machine import MemoryBandwidth, describe_machine, measure_memory
-from tierd_engine.bench.rig import open_session_kv
-from tierd_engine.bench.synthetic import fill_own_cache, fill_session
-from tierd_engine.cache import TierCache
-from tierd_engine.fidelity import own_attention
-from tierd_engine.session import SessionKV
+from tierd.types import CodecId
+from tierd.units import format_size
+from tierd_engine.bench.fio import Limit
+from tierd_engine.bench.machine import (
+    MemoryBandwidth,
+    describe_machine,
+    load_average,
+    measure_memory,
+)
+from tierd_engine.bench.ours import OursShare
+from tierd_engine.bench.peers import PeerFigure
+from tierd_engine.bench.runners import BenchModel, Runner, TierShares, own_runner, tier_runner
+from tierd_engine.runner import use_all_cores
+from tierd_engine.weightonly import Weights, apply_weights
 
+CONTEXTS = (4096, 16384, 32768, 65536, 131072)
+MAIN = TierShares(CodecId.INT8, hot=0.25)
+SHARES = (
+    MAIN,
+    TierShares(CodecId.INT8, hot=0.05),
+    TierShares(CodecId.INT8, hot=0.10, warm=0.20),
+    TierShares(CodecId.RAW, hot=0.25),
+)
+OWN = "transformers own cache bf16"
+# Of the row MAIN: x transformers' bf16, x llama.cpp q8_0, x llama.cpp f16.
+BARS = {16384: (6.0, 1.3, 1.0), 32768: (6.0, 1.8, 1.4), 131072: (6.0, 2.5, 2.0)}
+COLD_BAR = 0.85
 _WARM_UP_STEPS = 3
 _ROUNDS = 3
+_EMPTY_STEPS = 20
+_DISK_BYTES = 256 << 20
+_DISK_IO_BYTES, _DISK_DEPTH = 1 << 20, 4  # as the cold reader reads
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One line of the table. `limit_tokens_per_second`: bytes ÷ bandwidth + an empty step."""
+    """One line of the table. Ratios: this row's tokens/s over the other's; None if not measured.
+
+    `limit`: memory or disk. `ours_of_step`: our share of a step outside the attention kernels.
+    `load`: the machine's when the row ended. `origin`: "now", or of a kept figure.
+    """
 
     name: str
     context_tokens: int
     tokens_per_second: float
-    kv_bytes_per_token: int
-    limit_tokens_per_second: float
-    achieved_of_limit: float
+    limit_tokens_per_second: float = 0.0
+    achieved_of_limit: float = 0.0
+    limit: str = ""
+    memory_bytes_per_token: int = 0
+    cold_bytes_per_token: int = 0
+    peak_rss_bytes: int = 0
     hot_peak_bytes: int = 0
     hot_budget_bytes: int = 0
     rpc_per_step: float = 0.0
+    ours_of_step: float = 0.0
+    load: float = 0.0
+    origin: str = "now"
     ratio_to_transformers: float | None = None
+    ratio_to_llama_cpp_f16: float | None = None
+    ratio_to_llama_cpp_q8_0: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Runner:
-    """Something that decodes: `step(token)` makes one more token."""
+class DecodeBench:
+    """What rows are measured with. `disk_bytes_per_second`: of the folder of the cold tier."""
 
-    name: str
-    step: Callable[[], None]
-    bytes_per_token: int
-    kv: SessionKV | None = None
-
-
-def bench_decode(context: int, *, hot: float, codec: CodecId, steps: int) -> list[DecodeRow]:
-    """Measure tierd (plan near, `codec`, hot share `hot`) and transformers' own bf16 cache."""
-    folder = hf.resolve_model(hf.PACKAGED_MODEL)
-    config = hf.load_config(folder)
-    shape = hf.model_shape(config)
-    dtype = DType.BFLOAT16
-    model = hf.load_model(folder, config, dtype)
-    total = context + _WARM_UP_STEPS + _ROUNDS * steps + 1
-    geometry = shape.geometry(dtype, 256)
-    bandwidth = measure_memory()
-    blocks = geometry.blocks_for(total)
-    warm_bytes = (blocks + 2) * geometry.layers * page_layout(geometry, codec).slot_bytes
-    hot_bytes = max(2 * hot_block_bytes(geometry), int(hot * geometry.token_bytes * total))
-    empty_seconds = _empty_step_seconds(model, config, geometry, dtype)
-    with open_session_kv(
-        geometry, codec, shape.heads, hot_bytes=hot_bytes, warm_bytes=warm_bytes,
-        total_tokens=total, plan=PlanMode.NEAR,
-    ) as kv:  # fmt: skip
-        fill_session(kv, context, TORCH_DTYPES[dtype])
-        ours = _tier_runner(model, kv, f"tierd {codec.name.lower()} hot {hot:.0%} near")
-        cache = fill_own_cache(config, geometry, context, TORCH_DTYPES[dtype])
-        own = _own_runner(model, cache, geometry.token_bytes * context)
-        seconds = _alternate([ours, own], steps)
-        rows = [_row(ours, context, seconds[0], bandwidth, empty_seconds, seconds[1])]
-        rows.append(_row(own, context, seconds[1], bandwidth, empty_seconds, None))
-        return rows
+    model: BenchModel
+    weights: Weights
+    memory: MemoryBandwidth
+    disk_bytes_per_second: float
+    own_empty_seconds: float
+    empty_seconds: float
+    steps: int
+    cold_folder: str
 
 
-def _tier_runner(model: Any, kv: SessionKV, name: str) -> _Runner:
-    cache = TierCache(kv)
-    ids = torch.tensor([[17]])
-
-    def step() -> None:
-        with torch.inference_mode():
-            model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
-
-    geometry = kv.geometry
-    table = kv.handle.table.read(kv.sealed_blocks)
-    codecs = table.codec[table.tier != Tier.NONE]
-    below = sum(
-        int((codecs == codec).sum()) * page_layout(geometry, codec).payload_bytes
-        for codec in map(CodecId, np.unique(codecs).tolist())
-    )
-    return _Runner(name, step, below + kv.arena.used_bytes, kv)
-
-
-def _own_runner(model: Any, cache: Any, bytes_per_token: int) -> _Runner:
-    ids = torch.tensor([[17]])
-
-    def step() -> None:
-        with own_attention(model), torch.inference_mode():
-            model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
-
-    return _Runner("transformers own cache bf16", step, bytes_per_token)
+def bench_decode(
+    contexts: Sequence[int],
+    rows: Sequence[TierShares],
+    peers: Sequence[PeerFigure],
+    *,
+    weights: Weights = Weights.AUTO,
+    steps: int = 6,
+    cold_folder: str = "/var/tmp",
+) -> list[DecodeRow]:
+    """Measure every row at every context; progress on stderr."""
+    use_all_cores()
+    bench = _prepare(weights, steps, cold_folder)
+    done = []
+    for context in contexts:
+        done += _at_context(bench, context, rows, peers)
+    return done
 
 
-def _empty_step_seconds(model: Any, config: Any, geometry: Any, dtype: DType) -> float:
-    cache = fill_own_cache(config, geometry, 1, TORCH_DTYPES[dtype])
-    runner = _own_runner(model, cache, 0)
+def _prepare(weights: Weights, steps: int, cold_folder: str) -> DecodeBench:
+    model = BenchModel.load()
+    disk = _disk_bandwidth(cold_folder)
+    own_empty = _fastest(own_runner(model, 1))
+    empty = DecodeBench(model, weights, measure_memory(), disk, own_empty, 0, steps, cold_folder)
+    with _chosen(empty) as chosen, tier_runner(chosen, MAIN, 1, 64, cold_folder) as runner:
+        return replace(empty, empty_seconds=_fastest(runner))
+
+
+@contextlib.contextmanager
+def _chosen(bench: DecodeBench) -> Iterator[BenchModel]:
+    """Yield the model whose weights are as the user chose: tierd's rows run it."""
+    if bench.weights is Weights.AUTO:
+        yield bench.model
+        return
+    model = BenchModel.load()
+    apply_weights(model.model, bench.weights)
+    yield model
+
+
+def _disk_bandwidth(folder: str) -> float:
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        limit = Limit(Path(name), _DISK_IO_BYTES, _DISK_DEPTH, _DISK_BYTES)
+        limit.write()
+        return statistics.median(limit.read() for _ in range(3))
+
+
+def _at_context(
+    bench: DecodeBench, context: int, rows: Sequence[TierShares], peers: Sequence[PeerFigure]
+) -> list[DecodeRow]:
+    total = context + 64 + (_ROUNDS + 2) * bench.steps
+    own = own_runner(bench.model, context)
+    done, own_seconds = [], []
+    with _chosen(bench) as model:
+        for shares in rows:
+            with tier_runner(model, shares, context, total, bench.cold_folder) as runner:
+                seconds, beside = _alternate(runner, own, bench.steps)
+                own_seconds.append(beside)
+                row = _row(bench, runner, context, seconds, bench.empty_seconds)
+                done.append(replace(row, ratio_to_transformers=beside / seconds))
+            _progress(done[-1])
+    median = statistics.median(own_seconds) if own_seconds else _seconds(own, bench.steps)
+    done.append(_row(bench, own, context, median, bench.own_empty_seconds))
+    del own
+    gc.collect()
+    quantised = own_runner(bench.model, context, quantised=True)
+    seconds = _seconds(quantised, max(2, bench.steps // 2))
+    done.append(_row(bench, quantised, context, seconds, bench.own_empty_seconds))
+    _progress(done[-1])
+    done += [
+        DecodeRow(f"llama.cpp {peer.kv}", context, peer.tokens_per_second,
+                  peak_rss_bytes=peer.peak_rss_bytes, origin=peer.origin)
+        for peer in peers if peer.context_tokens == context
+    ]  # fmt: skip
+    return [with_peer_ratios(row, done) for row in done]
+
+
+def with_peer_ratios(row: DecodeRow, rows: Sequence[DecodeRow]) -> DecodeRow:
+    """Return a tierd row with its ratios to llama.cpp's rows at the same context."""
+    if not row.name.startswith("tierd"):
+        return row
+    rates = {
+        other.name: other.tokens_per_second
+        for other in rows
+        if other.context_tokens == row.context_tokens
+    }
+    ratios = {
+        f"ratio_to_llama_cpp_{kind}": row.tokens_per_second / rates[f"llama.cpp {kind}"]
+        for kind in ("f16", "q8_0")
+        if f"llama.cpp {kind}" in rates
+    }
+    return replace(row, **ratios)  # type: ignore[arg-type]
+
+
+def _seconds(runner: Runner, steps: int) -> float:
     for _ in range(_WARM_UP_STEPS):
         runner.step()
-    return statistics.median(_timed(runner.step) for _ in range(10))
+    return statistics.median(_timed(runner) for _ in range(steps))
 
 
-def _timed(step: Callable[[], None]) -> float:
+def _fastest(runner: Runner) -> float:
+    """Return the fastest of some steps: part of a limit, so other programs have no share in it."""
+    for _ in range(_WARM_UP_STEPS):
+        runner.step()
+    return min(_timed(runner) for _ in range(_EMPTY_STEPS))
+
+
+def _timed(runner: Runner) -> float:
     start = time.perf_counter()
-    step()
+    runner.step()
     return time.perf_counter() - start
 
 
-def _alternate(runners: list[_Runner], steps: int) -> list[float]:
-    """Return each runner's median seconds a step, taken in alternating rounds."""
-    times: list[list[float]] = [[] for _ in runners]
-    for runner in runners:
-        for _ in range(_WARM_UP_STEPS):
-            runner.step()
-        if runner.kv is not None:
-            runner.kv.start_counting()
-    gc.collect()
+def _alternate(ours: Runner, own: Runner, steps: int) -> tuple[float, float]:
+    """Return both medians of seconds a step, taken in alternating rounds."""
+    for _ in range(_WARM_UP_STEPS):
+        ours.step()
+    own.step()
+    assert ours.kv is not None
+    ours.kv.start_counting()
+    times: tuple[list[float], list[float]] = ([], [])
     for _ in range(_ROUNDS):
-        for runner, taken in zip(runners, times, strict=True):
-            taken.extend(_timed(runner.step) for _ in range(steps))
-    return [statistics.median(taken) for taken in times]
+        times[0].extend(_timed(ours) for _ in range(steps))
+        # A step of the own cache may take seconds: it needs fewer of them.
+        times[1].extend(_timed(own) for _ in range(max(1, steps // 3)))
+    return statistics.median(times[0]), statistics.median(times[1])
 
 
 def _row(
-    runner: _Runner,
-    context: int,
-    seconds: float,
-    bandwidth: MemoryBandwidth,
-    empty_seconds: float,
-    own_seconds: float | None,
+    bench: DecodeBench, runner: Runner, context: int, seconds: float, empty_seconds: float
 ) -> DecodeRow:
-    limit = runner.bytes_per_token / bandwidth.read_bytes_per_second + empty_seconds
+    in_memory = runner.memory_bytes / bench.memory.read_bytes_per_second + empty_seconds
+    on_disk = runner.cold_bytes / bench.disk_bytes_per_second
+    limit = max(in_memory, on_disk)
     kv = runner.kv
-    return DecodeRow(
+    row = DecodeRow(
         name=runner.name,
         context_tokens=context,
         tokens_per_second=1 / seconds,
-        kv_bytes_per_token=runner.bytes_per_token,
         limit_tokens_per_second=1 / limit,
         achieved_of_limit=limit / seconds,
-        hot_peak_bytes=kv.arena.peak_bytes if kv else 0,
-        hot_budget_bytes=kv.arena.budget_bytes if kv else 0,
-        rpc_per_step=kv.counts.step_rpcs / max(kv.counts.steps, 1) if kv else 0.0,
-        ratio_to_transformers=own_seconds / seconds if own_seconds else None,
+        limit="disk" if on_disk > in_memory else "memory",
+        memory_bytes_per_token=runner.memory_bytes,
+        cold_bytes_per_token=runner.cold_bytes,
+        peak_rss_bytes=runner.peak_rss_bytes(),
+        load=load_average(),
+    )
+    if kv is None:
+        return row
+    rpcs = kv.counts.step_rpcs / max(kv.counts.steps, 1)
+    return replace(
+        row,
+        hot_peak_bytes=kv.arena.peak_bytes,
+        hot_budget_bytes=kv.arena.budget_bytes,
+        rpc_per_step=rpcs,
+        ours_of_step=OursShare(kv).measure(runner.step, bench.steps),
     )
 
 
-def print_decode(rows: list[DecodeRow]) -> None:
-    """Print the rows as a table on stdout."""
-    print(f"decode, SmolLM2-135M, batch 1, synthetic KV; {describe_machine()}")
-    print(f"{'':34} {'context':>8} {'tok/s':>7} {'limit':>7} {'of limit':>8} {'x own':>6}")
+def _progress(row: DecodeRow) -> None:
+    print(
+        f"{row.name} at {row.context_tokens}: {row.tokens_per_second:.2f} tokens/s",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CostFit:
+    """seconds a step = `empty_seconds` + context x `seconds_per_context_token`, least squares.
+
+    `worst`: largest deviation of a measured point, relative. `exponent`: of tokens/s against
+    context between the two longest contexts; attention-bound is -1.
+    """
+
+    name: str
+    empty_seconds: float
+    seconds_per_context_token: float
+    worst: float
+    exponent: float
+
+
+def fit_costs(rows: Sequence[DecodeRow]) -> list[CostFit]:
+    """Return how each row's cost grows with the context; needs two contexts."""
+    fits = []
+    for name in dict.fromkeys(row.name for row in rows):
+        points = sorted((r.context_tokens, r.tokens_per_second) for r in rows if r.name == name)
+        if len(points) < 2:
+            continue
+        x, rate = np.array(points, dtype=np.float64).T
+        y = 1 / rate
+        # Weighted so that each point's relative deviation counts alike.
+        slope, base = np.polyfit(x, y, 1, w=rate)
+        worst = float(np.max(np.abs((base + slope * x) / y - 1)))
+        exponent = float(np.log(rate[-1] / rate[-2]) / np.log(x[-1] / x[-2]))
+        fits.append(CostFit(name, float(base), float(slope), worst, exponent))
+    return fits
+
+
+def missed_bars(rows: Sequence[DecodeRow]) -> list[str]:
+    """Return one line for each bar of the design that a measured row misses."""
+    missed = []
     for row in rows:
-        ratio = f"{row.ratio_to_transformers:.2f}" if row.ratio_to_transformers else "1.00"
+        if row.name == MAIN.name and row.context_tokens in BARS:
+            names = ("ratio_to_transformers", "ratio_to_llama_cpp_q8_0", "ratio_to_llama_cpp_f16")
+            for name, bar in zip(names, BARS[row.context_tokens], strict=True):
+                value = getattr(row, name)
+                if value is not None and value < bar:
+                    missed.append(f"{row.context_tokens}: {name} {value:.2f}, bar {bar}")
+        if row.limit == "disk" and row.achieved_of_limit < COLD_BAR:
+            missed.append(
+                f"{row.context_tokens}: {row.name} {row.achieved_of_limit:.2f} of the disk, "
+                f"bar {COLD_BAR}"
+            )
+    return missed
+
+
+def print_decode(rows: Sequence[DecodeRow], weights: Weights) -> None:
+    """Print the rows, the fits and the bars on stdout."""
+    print(
+        f"decode, SmolLM2-135M bf16, weights {weights}, batch 1, synthetic KV (throughput only, "
+        f"no claim about quality); {describe_machine()}"
+    )
+    print(
+        f"{'':34}{'context':>8}{'tok/s':>8}{'limit':>8}{'of limit':>9} {'by':6}{'x own':>7}"
+        f"{'x f16':>7}{'x q8_0':>7}{'peak RSS':>11}{'hot':>11}{'ours':>6}{'load':>6}"
+    )
+    for row in rows:
+        ratios = (
+            row.ratio_to_transformers, row.ratio_to_llama_cpp_f16, row.ratio_to_llama_cpp_q8_0
+        )  # fmt: skip
+        shown = "".join(f"{ratio:7.2f}" if ratio else f"{'-':>7}" for ratio in ratios)
+        head = f"{row.name:34}{row.context_tokens:8d}{row.tokens_per_second:8.2f}"
+        if row.origin != "now":
+            print(f"{head}  {row.origin}")
+            continue
         print(
-            f"{row.name:34} {row.context_tokens:8d} {row.tokens_per_second:7.2f} "
-            f"{row.limit_tokens_per_second:7.2f} {row.achieved_of_limit:8.2f} {ratio:>6}"
+            f"{head}{row.limit_tokens_per_second:8.2f}{row.achieved_of_limit:9.2f} {row.limit:6}"
+            f"{shown}{format_size(row.peak_rss_bytes):>11}{format_size(row.hot_peak_bytes):>11}"
+            f"{row.ours_of_step:6.1%}{row.load:6.1f}"
         )
+    for fit in fit_costs(rows):
+        print(
+            f"{fit.name}: a step is {fit.empty_seconds * 1e3:.1f} ms + context x "
+            f"{fit.seconds_per_context_token * 1e6:.2f} us, worst {fit.worst:.0%}; tokens/s goes "
+            f"with context^{fit.exponent:.2f} between the longest two (attention-bound: -1)"
+        )
+    for line in missed_bars(rows):
+        print(f"MISSED {line}")
 
 
-def decode_to_dict(rows: list[DecodeRow]) -> dict[str, Any]:
+def decode_to_dict(rows: Sequence[DecodeRow], weights: Weights) -> dict[str, Any]:
     """Return the versioned JSON object."""
-    return {"version": 1, "benchmark": "decode", "rows": [asdict(row) for row in rows]}
+    return {
+        "version": 2,
+        "benchmark": "decode",
+        "weights": str(weights),
+        "synthetic_kv": True,
+        "rows": [asdict(row) for row in rows],
+        "fits": [asdict(fit) for fit in fit_costs(rows)],
+        "missed": missed_bars(rows),
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import statistics
@@ -41,6 +42,36 @@ def _timed(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
+
+
+def _status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"/proc/self/status has no {name}")
+
+
+def rss_bytes() -> int:
+    """Return this process's resident bytes. A page that is mapped twice counts twice."""
+    return _status_bytes("VmRSS")
+
+
+def peak_rss_bytes() -> int:
+    """Return the most resident bytes since `reset_peak_rss`, or since the process began."""
+    return _status_bytes("VmHWM")
+
+
+def reset_peak_rss() -> int:
+    """Measure peaks from here on; return the resident bytes now, what was freed given back."""
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return rss_bytes()
+
+
+def load_average() -> float:
+    """Return the machine's load over the last minute."""
+    return os.getloadavg()[0]
 
 
 def describe_machine() -> str:

@@ -24,10 +24,15 @@ def open_session_kv(
     warm_bytes: int,
     total_tokens: int,
     plan: PlanMode,
+    cold_folder: str | None = None,
+    cold_needed_bytes: int = 0,
 ) -> Iterator[SessionKV]:
     """Yield a fresh session's KV with compiled kernels; free slots of hot hold NaN."""
+    config = embedded_config(
+        warm_bytes=warm_bytes, cold_folder=cold_folder, cold_needed_bytes=cold_needed_bytes
+    )
     with (
-        EmbeddedDaemon(embedded_config(warm_bytes=warm_bytes)) as daemon,
+        EmbeddedDaemon(config) as daemon,
         Client.connect(daemon.socket) as client,
     ):
         namespace = Namespace(geometry, weights_digest="bench", codec=codec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,11 +24,17 @@ def fill_session(kv: SessionKV, tokens: int, dtype: torch.dtype, seed: int = 0) 
         kv.finish()
 
 
-def fill_own_cache(config: Any, geometry: Any, tokens: int, dtype: torch.dtype) -> Any:
-    """Return a transformers DynamicCache that holds `tokens` random tokens."""
+def fill_own_cache(
+    config: Any,
+    geometry: Any,
+    tokens: int,
+    dtype: torch.dtype,
+    make: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Return a transformers cache, a DynamicCache unless `make(config)` says else, of random KV."""
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=config)
+    cache = make(config) if make is not None else DynamicCache(config=config)
     for layer in range(geometry.layers):
         keys, values = _random_kv(geometry.kv_heads, tokens, geometry.head_dim, dtype, layer)
         cache.update(keys[None], values[None], layer)

@@ -1,4 +1,4 @@
-"""Attention of a few queries over pages on the GPU: hot ones, and int8 ones as they are stored.
+"""Attention of a few queries over pages on the GPU: hot ones, and encoded ones as they lie.
 
 Each program takes a run of pages for one KV head and leaves a partial (o, lse); a merge joins
 them. Encoded pages are never decoded: with k = zero + scale * code per channel,
@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 
 from tierd.codec.layout import PageLayout
-from tierd.errors import InvalidArgument
-from tierd.types import CodecId
 from tierd_engine.arena import TORCH_DTYPES
-from tierd_engine.gpu.elements import FUSED, NORMAL_MIN, page_start, typed
+from tierd_engine.gpu.codes import key_codes, value_codes, value_halves
+from tierd_engine.gpu.elements import FUSED, HALF_MAX, NORMAL_MIN, page_start, typed
 from tierd_engine.gpu.shapes import call_shape, page_shape, warps_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -63,13 +62,6 @@ def _dot_codes(a: tl.tensor, codes: tl.tensor, C: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _codes(start: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Return codes as float16: in the low bits of 1024's pattern, they are 1024 + code."""
-    codes = tl.load(start + at, mask=mask, other=0).to(tl.uint16)
-    return (codes | 0x6400).to(tl.float16, bitcast=True) - 1024.0
-
-
-@triton.jit
 def _half_row(start: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
     half = tl.load(start.to(tl.pointer_type(tl.float16)) + at, mask=mask, other=0.0)
     return half.to(tl.float32)[None, :]
@@ -80,23 +72,24 @@ def _scores(
     q: tl.tensor, head: tl.tensor, tile: tl.tensor, valid: tl.tensor, S: tl.constexpr,
     C: tl.constexpr, KIND: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return q·k, [rows, tile], for the tile-th group of a head's tokens."""
-    t = tl.arange(0, S.tile)
+    """Return q·k, [rows, tile], for the tile-th tile of a head's tokens."""
+    token = tile * C.tile + tl.arange(0, C.tile)
     channel = tl.arange(0, S.padded)
     inside = channel < S.d
     if S.codec == "raw":
-        at = (tile * S.tile + t)[None, :] * S.d + channel[:, None]
+        at = token[None, :] * S.d + channel[:, None]
         mask = inside[:, None] & valid[None, :]
         keys = tl.load(typed(head, S.key_part, KIND) + at, mask=mask, other=0.0)
-        zeros = tl.zeros([C.rows, S.tile], tl.float32)
+        zeros = tl.zeros([C.rows, C.tile], tl.float32)
         return _dot(q.to(KIND), keys, zeros, C)  # exact: q came in this dtype
     else:
-        row = tile * S.d + channel
+        row = tile * C.tile // S.tile * S.d + channel
         scaled = q * _half_row(head + S.key_scale, row, inside)
-        offset = tl.sum(q * _half_row(head + S.key_zero, row, inside), axis=1)
-        mask = inside[:, None] & (t >= 0)[None, :]
-        codes = _codes(head + S.key_part, row[:, None] * S.tile + t[None, :], mask)
-        return offset[:, None] + _dot_codes(scaled, codes, C)
+        score = _dot_codes(scaled, key_codes(head, token, S), C)
+        if S.key_zero >= 0:
+            zero = _half_row(head + S.key_zero, row, inside)
+            score += tl.sum(q * zero, axis=1)[:, None]
+        return score
 
 
 @triton.jit
@@ -104,20 +97,30 @@ def _mixed(
     total: tl.tensor, p: tl.tensor, head: tl.tensor, tile: tl.tensor, valid: tl.tensor,
     S: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return total + p @ v, [rows, padded], for the tile-th group of a head's tokens."""
-    token = tile * S.tile + tl.arange(0, S.tile)
+    """Return total + p @ v, [rows, padded], for the tile-th tile of a head's tokens."""
+    token = tile * C.tile + tl.arange(0, C.tile)
     channel = tl.arange(0, S.padded)
     at = token[:, None] * S.d + channel[None, :]
     mask = (channel < S.d)[None, :] & valid[:, None]
     if S.codec == "raw":
         values = tl.load(typed(head, S.value_part, KIND) + at, mask=mask, other=0.0)
         return _dot_shares(p, values, total, C)
+    elif S.codec == "k8v4" or S.codec == "int4":
+        # A token's scale changes with the channel: its values are made first, as two terms.
+        scale = value_halves(head + S.value_scale, token, valid, S)
+        zero = value_halves(head + S.value_zero, token, valid, S)
+        values = zero + scale * value_codes(head, token, valid, S).to(tl.float32)
+        near = tl.minimum(values, HALF_MAX).to(tl.float16)
+        total = _dot_shares(p, near, total, C)
+        return _dot_shares(p, (values - near.to(tl.float32)).to(tl.float16), total, C)
     else:
         # Scales of tokens that are not valid read as 0: what stands there may be anything.
         scaled = p * _half_row(head + S.value_scale, token, valid)
-        offset = tl.sum(p * _half_row(head + S.value_zero, token, valid), axis=1)
-        codes = _codes(head + S.value_part, at, mask)
-        return total + offset[:, None] + _dot_codes(scaled, codes, C)
+        total += _dot_codes(scaled, value_codes(head, token, valid, S), C)
+        if S.value_zero >= 0:
+            zero = _half_row(head + S.value_zero, token, valid)
+            total += tl.sum(p * zero, axis=1)[:, None]
+        return total
 
 
 @triton.jit
@@ -142,12 +145,12 @@ def attend_kernel(
     top = tl.full([C.rows], float("-inf"), tl.float32)
     total = tl.zeros([C.rows], tl.float32)
     mixed = tl.zeros([C.rows, S.padded], tl.float32)
-    tiles: tl.constexpr = S.tokens // S.tile
+    tiles: tl.constexpr = S.tokens // C.tile
     last = tl.minimum((part + 1) * pages_each, pages)
     for step in range(part * pages_each * tiles, last * tiles):
         page, tile = step // tiles, step % tiles
         head = page_start(addresses, page) + kv_head.to(tl.int64) * S.head_bytes
-        token = tile * S.tile + tl.arange(0, S.tile)
+        token = tile * C.tile + tl.arange(0, C.tile)
         valid = token < tl.load(tokens + page)
         seen = is_row[:, None] & valid[None, :]
         if C.is_causal:
@@ -186,21 +189,16 @@ def attend_pages(
     """Write a partial for every run of `pages_each` pages to o and lse. Zero pages is allowed.
 
     q: [n, heads, head_dim] in the model's dtype; addresses: int64 [pages] of hot pages (layout
-    raw) or int8 payloads, 64-byte aligned; tokens: int32 [pages] valid tokens of each; o:
+    raw) or payloads of any codec, 64-byte aligned; tokens: int32 [pages] valid tokens of each; o:
     float32 [parts, n, heads, head_dim], normalised per part; lse: float32 [parts, n, heads],
     natural logarithm; parts = ceil(pages / pages_each). All contiguous, on one device. With
     positions (int64 [pages], [n]), query i sees token j of page p iff first_position[p] + j <=
     query_positions[i]; without, all valid tokens. A part of which a query sees no token gives
     o = 0, lse = -inf. Runs on the current stream and waits for nothing.
-    Raises InvalidArgument for a codec that has no kernel here.
     """
     n, heads, head_dim = q.shape
     pages = len(addresses)
     parts = -(-pages // pages_each)
-    if layout.codec not in (CodecId.RAW, CodecId.INT8):
-        raise InvalidArgument(
-            f"the GPU attends over raw and int8 pages, not {layout.codec.name.lower()}"
-        )
     assert head_dim == layout.head_dim and heads % layout.kv_heads == 0
     assert q.dtype == TORCH_DTYPES[layout.dtype] and q.is_contiguous()
     assert addresses.dtype == torch.int64 and tokens.dtype == torch.int32

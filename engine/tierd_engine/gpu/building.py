@@ -26,11 +26,12 @@ from tierd.types import CodecId, DType, Geometry
 from tierd_engine.gpu.attending import attend_kernel
 from tierd_engine.gpu.elements import EXACT, FUSED
 from tierd_engine.gpu.encoding import decode_int8_kernel, encode_int8_kernel
-from tierd_engine.gpu.merging import merge_kernel
+from tierd_engine.gpu.merging import MERGE, merge_kernel
 from tierd_engine.gpu.shapes import call_shape, padded, page_shape, warps_of
 
 CAPABILITIES = (80, 90)
 WARP = 32
+CODECS = (CodecId.RAW, CodecId.INT8, CodecId.K8V4, CodecId.INT4, CodecId.FP8)
 QUERIES = (1, 16)  # a step, and as many as the fused kernel takes: both numbers of rows
 _POINTERS = {DType.FLOAT32: "*fp32", DType.BFLOAT16: "*bf16", DType.FLOAT16: "*fp16"}
 # Instructions that are not one IEEE operation, rounded to nearest, subnormals kept.
@@ -102,8 +103,8 @@ class Build:
         return self.is_spilled or (self.must_be_exact and bool(self.loose))
 
 
-def kernels_of(model: Model) -> Iterator[Kernel]:
-    """Yield every kernel that a model's jobs run."""
+def kernels_of(model: Model, queries: tuple[int, ...] = QUERIES) -> Iterator[Kernel]:
+    """Yield every kernel that a model's jobs run, attention for these numbers of queries."""
     geometry = Geometry(1, model.kv_heads, model.head_dim, model.dtype)
     heads = model.kv_heads * model.share
     int8 = page_layout(geometry, CodecId.INT8)
@@ -113,10 +114,10 @@ def kernels_of(model: Model) -> Iterator[Kernel]:
     for to in sorted({model.dtype, DType.FLOAT32}):
         arguments = ("*i64", "*i64", "*i64", "i32", shape, to.value)
         yield Kernel(f"decode int8 to {to}", decode_int8_kernel, arguments, EXACT)
-    for codec in (CodecId.RAW, CodecId.INT8):
+    for codec in CODECS:
         layout = page_layout(geometry, codec)
         page = page_shape(layout)
-        for n in QUERIES:
+        for n in queries:
             call = call_shape(layout, heads, n, is_causal=n > 1, is_interpreted=False)
             arguments = (
                 _POINTERS[model.dtype], "*i64", "*i32", "*i64", "*i64", "*fp32", "*fp32", "fp32",
@@ -128,7 +129,7 @@ def kernels_of(model: Model) -> Iterator[Kernel]:
             )
     sizes = (model.head_dim, padded(model.head_dim))
     arguments = ("*fp32", "*fp32", "*fp32", "*fp32", "i32", "i32", *sizes)
-    yield Kernel("merge", merge_kernel, arguments, FUSED)
+    yield Kernel("merge", merge_kernel, arguments, MERGE)
 
 
 def build(kernel: Kernel, capability: int) -> Build:
@@ -173,6 +174,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="gpu-compile", description=__doc__)
     parser.add_argument("--model", choices=[model.name for model in MODELS], help="this one only")
     parser.add_argument("--json", action="store_true", help="an object a line")
+    parser.add_argument("--quick", action="store_true", help="attention of one query only")
     chosen = parser.parse_args()
     if triton.knobs.runtime.interpret:
         parser.error("TRITON_INTERPRET is set: nothing would be compiled")
@@ -180,7 +182,7 @@ def main() -> int:
     for model in MODELS:
         if chosen.model not in (None, model.name):
             continue
-        for kernel in kernels_of(model):
+        for kernel in kernels_of(model, QUERIES[:1] if chosen.quick else QUERIES):
             for capability in CAPABILITIES:
                 result = build(kernel, capability)
                 refused += result.is_refused

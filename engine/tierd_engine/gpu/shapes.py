@@ -15,6 +15,7 @@ from tierd.units import CACHE_LINE_BYTES, round_up
 LANES = 16  # channels that an encoder of keys takes at a time; key_error is summed in as many
 ROWS_MAX = 32  # query rows of one program
 WARPS_4_MAX = 2048  # sums that four warps hold, 16 a thread, beside a tile of keys or values
+VALUES_4_BIT_MAX = 32  # tokens whose 4-bit values are made at a time: registers hold no more
 DOT_MIN = 16  # the least extent of a matrix that tensor cores multiply
 
 
@@ -48,11 +49,15 @@ class PageShape(NamedTuple):
 
 
 class CallShape(NamedTuple):
-    """A call's numbers: `rows` query rows a program, `share` query heads a KV head."""
+    """A call's numbers: `rows` query rows a program, `share` query heads a KV head.
+
+    `tile`: tokens at a time; they share a key scale.
+    """
 
     heads: int
     share: int
     rows: int
+    tile: int
     is_causal: bool
     is_interpreted: bool
 
@@ -80,7 +85,10 @@ def call_shape(
     """Return what an attention kernel needs of a call with `n` queries of `heads` heads."""
     share = heads // layout.kv_heads
     rows = min(padded(n * share), ROWS_MAX)
-    return CallShape(heads, share, rows, is_causal, is_interpreted)
+    tile = min(layout.group_tokens, layout.block_tokens)
+    if layout.codec is CodecId.K8V4:
+        tile = min(tile, VALUES_4_BIT_MAX)
+    return CallShape(heads, share, rows, tile, is_causal, is_interpreted)
 
 
 def warps_of(page: PageShape, call: CallShape) -> int:
