@@ -4,6 +4,7 @@ Set before anything imports numpy, torch or numba: each makes its pool on import
 """
 
 import os
+import signal
 
 # CI and developers have two cores; more threads than cores make every pool wait for the others.
 for _name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -11,6 +12,15 @@ for _name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "M
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as share_cores: jobs beside us are no ruin
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A run started in the background ignores these, and so would every process of a test.
+for _number, _usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGTERM, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _usual)
 
 from hypothesis import settings  # noqa: E402
 
