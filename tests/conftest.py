@@ -10,6 +10,8 @@ import signal
 for _name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "2")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as share_cores: jobs beside us are no ruin
+# Triton's own library reads this as it is imported, and PyTorch imports it.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
