@@ -7,7 +7,9 @@ with one in bfloat16, 28 and 15 ms with int8 weights. So below a size a decode
 step's PyTorch runs on the calling thread. Attention keeps all cores: its
 threads are Numba's.
 
-The rule looks at sizes alone, never at a clock: a run repeats bit for bit.
+Where threads spin instead (cores.py) nobody has to be woken, and all take part.
+
+The rule looks at sizes and settings, never at a clock: a run repeats bit for bit.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from tierd_engine.cores import threads_sleep_soon
 
 # Waking a thread takes about 0.1 ms, one thread reads weights at about 13 GB/s, and two threads
 # save half of that time: they gain from 0.1 ms x 13 GB/s / 0.5 = 2.6 MB a layer on.
@@ -43,7 +47,7 @@ class StepThreads:
     """PyTorch's threads for steps of few queries of one model."""
 
     def __init__(self, model: Any) -> None:
-        self.is_single = mean_layer_bytes(model) < LAYER_BYTES_MIN
+        self.is_single = threads_sleep_soon() and mean_layer_bytes(model) < LAYER_BYTES_MIN
 
     @contextlib.contextmanager
     def few_queries(self) -> Iterator[None]:
