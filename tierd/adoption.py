@@ -23,7 +23,7 @@ import numpy as np
 
 from tierd.codec.layout import page_layout
 from tierd.disk.header import SlotHeader, verify_slot
-from tierd.errors import CodecError, InvalidArgument, PageDamaged, StaleGeneration
+from tierd.errors import CodecError, InvalidArgument, PageDamaged
 from tierd.index import Page
 from tierd.memory.memfd import Mapping, is_sealed_memfd
 from tierd.memory.pagetable import PageTableReader, PageTableView
@@ -85,6 +85,7 @@ class Found:
 
     warm: dict[tuple[int, int], Page] = field(default_factory=dict)
     cold: dict[tuple[int, int], Place] = field(default_factory=dict)
+    torn: set[tuple[int, int]] = field(default_factory=set)  # the daemon died writing these
     wrong: int = 0
 
 
@@ -101,14 +102,14 @@ def inspect(
     try:
         if reader.layers != namespace.geometry.layers or reader.session != session:
             raise InvalidArgument("the page table offered is another session's")
-        view = reader.read(min(blocks, reader.max_blocks))
-    except StaleGeneration:
-        return Found(wrong=1)  # the daemon died while it wrote an entry: trust none of them
+        view, torn = reader.read_left(min(blocks, reader.max_blocks))
     finally:
         reader.close()
     inspector = _Inspector(offers, session, namespace, store_uuid)
     try:
-        return inspector.look(view)
+        found = inspector.look(view)
+        found.torn = {(layer, block) for layer, block in np.argwhere(torn).tolist()}
+        return found
     finally:
         inspector.close()
 

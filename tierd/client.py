@@ -147,7 +147,7 @@ class Client:
         self, table_fd: int, session_number: int, table: PageTableReader, namespace: bytes
     ) -> None:
         """Pass a session's page table, and the warm slabs it names, to a new daemon."""
-        view = table.read(table.max_blocks)
+        view, _ = table.read_left(table.max_blocks)
         for slab_id in np.unique(view.slab[view.tier == Tier.WARM]).tolist():
             slab = self._slabs.get(slab_id)
             if slab is not None and slab.tier is Tier.WARM:

@@ -132,7 +132,10 @@ class Traffic:
         given_up = [
             PageKey(session.number, layer, block)
             for (layer, block), page in index
-            if (layer, block) not in found.warm and found.cold.get((layer, block)) != page.place
+            if (layer, block) not in found.warm
+            # A spill is in the ledger before it is in the table: a torn entry was becoming this.
+            and (layer, block) not in found.torn
+            and found.cold.get((layer, block)) != page.place
         ]
         self._placement.drop(session, given_up)
         for (layer, block), page in found.warm.items():

@@ -287,3 +287,17 @@ def test_tables_leave_nothing_behind() -> None:
         PageTableReader(writer.fd).close()
         writer.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_a_dead_daemon_left_is_read_around_a_torn_entry() -> None:
+    writer = PageTableWriter(1, 2, 4)
+    place = Place(Tier.WARM, CodecId.INT8, 3, 5, 7)
+    for layer in range(2):
+        writer.publish(layer, 1, place)
+    writer._entries["generation"][1, 1] = 8  # torn: written, and its check not yet
+    reader = PageTableReader(writer.fd)
+    view, torn = reader.read_left(4)
+    assert np.argwhere(torn).tolist() == [[1, 1]]
+    assert (view.tier[0, 1], view.tier[1, 1], view.slot[0, 1]) == (Tier.WARM, Tier.NONE, 5)
+    reader.close()
+    writer.close()

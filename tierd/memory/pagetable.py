@@ -187,6 +187,17 @@ class PageTableReader:
             copy[torn] = source[torn]
         raise StaleGeneration("page table: an entry stayed torn; the daemon died while writing it")
 
+    def read_left(self, blocks: int) -> tuple[PageTableView, npt.NDArray[np.bool_]]:
+        """Return what a dead daemon left, and which entries [layers, blocks] it left torn: empty.
+
+        Nothing writes it any more, so one look is as good as many.
+        """
+        assert 0 <= blocks <= self.max_blocks, f"{blocks=} {self.max_blocks=}"
+        copy = self._entries[:, :blocks].copy()
+        torn = _checks(copy["word"], copy["generation"]) != copy["check"]
+        copy[torn] = np.zeros(1, copy.dtype)[0]
+        return _unpack(copy), torn
+
     def close(self) -> None:
         """Unmap. Idempotent."""
         for name in ("_entries", "_epoch", "_version", "_reclaimed"):
