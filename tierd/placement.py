@@ -176,8 +176,7 @@ class Placement:
         pool = self.pools[Tier.WARM].pool(slab.namespace_digest, slab.slot_bytes)
         if slab.slab in pool.slabs():
             return
-        pool.hold(slab, self._generation_floor())
-        self.warm_memory.adopt(slab, fd)
+        pool.hold(slab, self._generation_floor(), lambda: self.warm_memory.adopt(slab, fd))
 
     def _generation_floor(self) -> int:
         # A slot is not written 4,096 times while a store is started once more: each write of

@@ -1,6 +1,7 @@
 """Slab files: slots lie where they should, and a disk that fails leaves the pool in order."""
 
 import mmap
+from collections.abc import Sequence
 
 import pytest
 
@@ -118,3 +119,26 @@ def test_after_no_space_the_pool_goes_on_when_space_returns() -> None:
     assert len(pool.reserve(4)) == 4
     pool.check_integrity()
     assert budget.used_bytes == 2 * SLAB
+
+
+def test_a_write_that_ends_after_a_sync_began_is_for_the_next_one() -> None:
+    class Slow(MemoryDisk):
+        """Syncs, as another lane may, while a write is under way."""
+
+        synced = 0
+
+        def write(self, handle: int, offset: int, buffers: Sequence[memoryview]) -> None:
+            files.sync()
+            super().write(handle, offset, buffers)
+
+        def sync(self, handle: int) -> None:
+            self.synced += 1
+            super().sync(handle)
+
+    disk = Slow()
+    files = SlabFiles(disk, VolatileLedger(bytes(16)))
+    files.create(record(7))
+    files.write_slots(7, 0, SLOT, [page(1)])
+    before = disk.synced
+    files.sync()
+    assert disk.synced == before + 1

@@ -86,8 +86,11 @@ class SlabFiles:
 
         Raises StorageFull, StorageError.
         """
-        self._unsynced.add(slab_id)
-        self.disk.write(self._handle(slab_id), slot * slot_bytes, buffers)
+        try:
+            self.disk.write(self._handle(slab_id), slot * slot_bytes, buffers)
+        finally:
+            # Afterwards: a sync that runs meanwhile does not cover it, and must not clear it.
+            self._unsynced.add(slab_id)
 
     def sync(self) -> None:
         """Make every write that has returned durable; blocks. Raises StorageError.

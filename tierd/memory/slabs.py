@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import os
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -374,11 +374,15 @@ class SlabPool:
         self._slabs[record.slab] = slab
         heapq.heappush(self._roomy, record.slab)
 
-    def hold(self, record: SlabRecord, generation_floor: int) -> None:
+    def hold(self, record: SlabRecord, generation_floor: int, adopt: Callable[[], None]) -> None:
         """Take in a warm slab of an earlier run, none of its slots free before `release_held`.
 
-        Raises TierFull if the budget does not hold it.
+        `adopt` maps its memory. Raises TierFull if the budget does not hold it, and what
+        `adopt` does; then nothing is taken in.
         """
+        if record.size_bytes > self._budget.remaining_bytes:
+            raise TierFull(f"a slab of {record.size_bytes} bytes is beyond the budget")
+        adopt()
         every = np.arange(record.slots, dtype=np.uint32)
         none = np.zeros(0, np.uint32)
         self.restore(record, none, none, every.tolist(), generation_floor)
