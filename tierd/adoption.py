@@ -71,6 +71,11 @@ class Offers:
         if slab is not None:
             os.close(slab.fd)
 
+    def copy(self) -> Offers:
+        """Return the same with fds of its own, for work that may outlast the client."""
+        slabs = {n: OfferedSlab(slab.record, os.dup(slab.fd)) for n, slab in self.slabs.items()}
+        return Offers(slabs, {number: os.dup(fd) for number, fd in self.tables.items()})
+
     def close(self) -> None:
         """Close every fd. Idempotent."""
         while self.slabs:

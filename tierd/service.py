@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tierd.adoption import Offers, inspect
+from tierd.adoption import Found, Offers, inspect
 from tierd.codec.layout import page_layout
 from tierd.errors import (
     InvalidArgument,
@@ -152,7 +152,13 @@ class SessionsService(pb_grpc.SessionsServicer):
                 store.placement.hold_warm_slab(slab.record, slab.fd)
         blocks = namespace.geometry.blocks_for(request.max_tokens)
         uuid = store.placement.store_uuid
-        found = await asyncio.to_thread(inspect, offers, request.session, namespace, uuid, blocks)
+        own = offers.copy()
+
+        def look() -> Found:
+            with contextlib.closing(own):  # here: a cancelled call does not end its thread
+                return inspect(own, request.session, namespace, uuid, blocks)
+
+        found = await asyncio.to_thread(look)
         session = store.adopt_session(
             engine_id, request.session, namespace, request.max_tokens, found
         )
