@@ -43,7 +43,14 @@ def _parser() -> argparse.ArgumentParser:
         help="measure llama.cpp now, with this or that interpreter's llama-cpp-python",
     )  # fmt: skip
     decode.add_argument("--keep-peers", action="store_true", help="and keep its figures")
+    _add_peers_folder(decode)
     decode.set_defaults(run=_decode)
+    peers = verbs.add_parser("peers", help="llama.cpp's cache: fill it; show that filling is fair")
+    peers.add_argument("--context", type=int, nargs="+", help="tokens (default 4096)")
+    peers.add_argument("--python", metavar="PYTHON", help="an interpreter with llama-cpp-python")
+    peers.add_argument("--fill", action="store_true", help="only compute the KV and keep it")
+    _add_peers_folder(peers)
+    peers.set_defaults(run=_peers)
     exact = verbs.add_parser("exact", help="raw tokens against the own cache, every cell")
     exact.add_argument("--context", type=int, nargs="*", help="tokens; default: all lengths")
     exact.set_defaults(run=_exact)
@@ -79,6 +86,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_peers_folder(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--peers-folder", type=Path, default=Path("/var/tmp/tierd-peers"), metavar="FOLDER",
+        help="of llama.cpp's computed KV, 35 KiB a token (default /var/tmp/tierd-peers)",
+    )  # fmt: skip
+
+
 def _add_fidelity(verbs: Any) -> argparse.ArgumentParser:
     from tierd_engine.bench.texts import TEXT_NAMES
 
@@ -109,24 +123,40 @@ def _decode(options: argparse.Namespace) -> int:
     weights = Weights.parse(options.weights)
     contexts = options.context or decode.CONTEXTS
     rows = [decode.SHARES[i] for i in options.rows or range(len(decode.SHARES))]
-    beside = peers.kept_figures()
+    kept, setup = peers.kept_figures(), None
     if options.peers is not None:
         python = peers.find_python(options.peers or None)
         if python is None:
             print("llama.cpp is skipped: pip install llama-cpp-python", file=sys.stderr)
         else:
-            fresh = peers.measure_peers(python, contexts, keep=options.keep_peers)
-            beside = [*(old for old in beside if old.context_tokens not in contexts), *fresh]
-    elif not any(peer.context_tokens in contexts for peer in beside):
+            setup = peers.PeerSetup(python, options.peers_folder)
+    elif not any(peer.context_tokens in contexts for peer in kept):
         print("no figures of llama.cpp are kept for these; --peers measures it", file=sys.stderr)
     done = decode.bench_decode(
-        contexts, rows, beside, weights=weights, steps=options.steps, cold_folder=options.folder
-    )
+        contexts, rows, kept, weights=weights, steps=options.steps, cold_folder=options.folder,
+        setup=setup, keep=options.keep_peers,
+    )  # fmt: skip
     if options.json:
         print(json.dumps(decode.decode_to_dict(done, weights)))
     else:
         decode.print_decode(done, weights)
     return 1 if decode.missed_bars(done) else 0
+
+
+def _peers(options: argparse.Namespace) -> int:
+    from tierd_engine.bench import peers
+
+    python = peers.find_python(options.python)
+    if python is None:
+        print("bench: error: pip install llama-cpp-python", file=sys.stderr)
+        return 1
+    setup = peers.PeerSetup(python, options.peers_folder)
+    for context in options.context or (4096,):
+        if options.fill:
+            setup.fill(context)
+        else:
+            peers.print_filling(peers.bench_filling(setup, context))
+    return 0
 
 
 def _exact(options: argparse.Namespace) -> int:
