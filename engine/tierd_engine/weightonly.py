@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from tierd.errors import InvalidArgument
+from tierd_engine.fewrows import replace_linears
 
 CODE_MAX = 127
 ROWS_MAX = 16  # up to here the weight-only kernel; a prefill chunk of more widens the weights
 
 
 class Weights(enum.StrEnum):
-    """AUTO: as the model was loaded, in its dtype. INT8: linear layers in 8 bits."""
+    """AUTO: the numbers that were loaded, in their dtype. INT8: linear layers in 8 bits."""
 
     AUTO = "auto"
     INT8 = "int8"
@@ -75,9 +76,12 @@ class Int8Linear(torch.nn.Module):
 
 
 def apply_weights(model: Any, weights: Weights) -> int:
-    """Replace the model's linear layers, in place, as chosen; return how many."""
+    """Replace the model's linear layers, in place, as chosen; return how many.
+
+    AUTO changes no weight: only who multiplies a few rows by them (fewrows.py).
+    """
     if weights is Weights.AUTO:
-        return 0
+        return replace_linears(model)
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -145,10 +145,10 @@ def _prepare(weights: Weights, steps: int, cold_folder: str) -> DecodeBench:
 
 @contextlib.contextmanager
 def _chosen(bench: DecodeBench) -> Iterator[BenchModel]:
-    """Yield the model whose weights are as the user chose: tierd's rows run it."""
-    if bench.weights is Weights.AUTO:
-        yield bench.model
-        return
+    """Yield the model as a job runs it, with the user's choice of weights, for tierd's rows.
+
+    Transformers' own rows run the other one, as it was loaded.
+    """
     model = BenchModel.load()
     apply_weights(model.model, bench.weights)
     yield model

@@ -33,6 +33,7 @@ from typing import Any
 _KINDS = {"f16": 1, "q8_0": 8}  # ggml's numbers of these types
 CHUNK_TOKENS = 1024
 _BATCH_TOKENS = 512
+_FILL_THREADS = 1  # it may take long, beside other jobs: threads that spin for each other starve
 _TOKEN = 17
 _JOINED, _ARRIVING = 0, 1  # sequences of the large cache
 
@@ -163,7 +164,7 @@ def chunk_files(model: Any, options: argparse.Namespace) -> Iterator[Path]:
     for first in range(0, options.context - CHUNK_TOKENS + 1, CHUNK_TOKENS):
         path = Path(options.folder) / f"{options.kv}-{first:08d}.state"
         if not path.exists():
-            small = small or Context(model, options.kv, options.threads, CHUNK_TOKENS)
+            small = small or Context(model, options.kv, _FILL_THREADS, CHUNK_TOKENS)
             small.clear()
             small.prefill(first, first + CHUNK_TOKENS)
             small.save(path)
