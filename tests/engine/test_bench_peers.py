@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -102,15 +101,3 @@ def test_rounds_of_a_row_alternate_with_those_of_every_other():
     found = decode._alternate(ours, [lambda: other("a", 2.0), lambda: other("b", 3.0)], 2)
     assert found[1:] == [2.0, 3.0]
     assert order == ["x"] * 3 + ["a", "b", "counting"] + ["x", "x", "a", "b"] * 3
-
-
-def test_computed_kv_of_another_file_is_never_taken(tmp_path, monkeypatch):
-    first, second = tmp_path / "a.gguf", tmp_path / "b.gguf"
-    first.write_bytes(b"1")
-    second.write_bytes(b"2")
-    setup = peers.PeerSetup("python", tmp_path)
-    folders = []
-    for path in (first, second):
-        monkeypatch.setattr(peers, "packaged_gguf", lambda path=path: path)
-        folders.append(Path(setup.command("fill", "f16", 1024, 0)[-1]))
-    assert len(set(folders)) == 2 and all(folder.is_dir() for folder in folders)

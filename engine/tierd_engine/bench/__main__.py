@@ -43,13 +43,10 @@ def _parser() -> argparse.ArgumentParser:
         help="measure llama.cpp now, with this or that interpreter's llama-cpp-python",
     )  # fmt: skip
     decode.add_argument("--keep-peers", action="store_true", help="and keep its figures")
-    _add_peers_folder(decode)
     decode.set_defaults(run=_decode)
-    peers = verbs.add_parser("peers", help="llama.cpp's cache: fill it; show that filling is fair")
+    peers = verbs.add_parser("peers", help="show that llama.cpp's cache is filled fairly")
     peers.add_argument("--context", type=int, nargs="+", help="tokens (default 4096)")
     peers.add_argument("--python", metavar="PYTHON", help="an interpreter with llama-cpp-python")
-    peers.add_argument("--fill", action="store_true", help="only compute the KV and keep it")
-    _add_peers_folder(peers)
     peers.set_defaults(run=_peers)
     exact = verbs.add_parser("exact", help="raw tokens against the own cache, every cell")
     exact.add_argument("--context", type=int, nargs="*", help="tokens; default: all lengths")
@@ -86,13 +83,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_peers_folder(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "--peers-folder", type=Path, default=Path("/var/tmp/tierd-peers"), metavar="FOLDER",
-        help="of llama.cpp's computed KV, 35 KiB a token (default /var/tmp/tierd-peers)",
-    )  # fmt: skip
-
-
 def _add_fidelity(verbs: Any) -> argparse.ArgumentParser:
     from tierd_engine.bench.texts import TEXT_NAMES
 
@@ -123,18 +113,16 @@ def _decode(options: argparse.Namespace) -> int:
     weights = Weights.parse(options.weights)
     contexts = options.context or decode.CONTEXTS
     rows = [decode.SHARES[i] for i in options.rows or range(len(decode.SHARES))]
-    kept, setup = peers.kept_figures(), None
+    kept, python = peers.kept_figures(), None
     if options.peers is not None:
         python = peers.find_python(options.peers or None)
         if python is None:
             print("llama.cpp is skipped: pip install llama-cpp-python", file=sys.stderr)
-        else:
-            setup = peers.PeerSetup(python, options.peers_folder)
     elif not any(peer.context_tokens in contexts for peer in kept):
         print("no figures of llama.cpp are kept for these; --peers measures it", file=sys.stderr)
     done = decode.bench_decode(
         contexts, rows, kept, weights=weights, steps=options.steps, cold_folder=options.folder,
-        setup=setup, keep=options.keep_peers,
+        peers_python=python, keep=options.keep_peers,
     )  # fmt: skip
     if options.json:
         print(json.dumps(decode.decode_to_dict(done, weights)))
@@ -150,12 +138,8 @@ def _peers(options: argparse.Namespace) -> int:
     if python is None:
         print("bench: error: pip install llama-cpp-python", file=sys.stderr)
         return 1
-    setup = peers.PeerSetup(python, options.peers_folder)
     for context in options.context or (4096,):
-        if options.fill:
-            setup.fill(context)
-        else:
-            peers.print_filling(peers.bench_filling(setup, context))
+        peers.print_filling(peers.bench_filling(python, context))
     return 0
 
 

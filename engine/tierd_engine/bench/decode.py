@@ -35,7 +35,7 @@ from tierd_engine.bench.machine import (
     measure_memory,
 )
 from tierd_engine.bench.ours import OursShare
-from tierd_engine.bench.peers import KINDS, Peer, PeerFigure, PeerSetup, keep_figures
+from tierd_engine.bench.peers import KINDS, Peer, PeerFigure, keep_figures, open_peers
 from tierd_engine.bench.runners import BenchModel, Runner, TierShares, own_runner, tier_runner
 from tierd_engine.runner import use_all_cores
 from tierd_engine.weightonly import Weights, apply_weights
@@ -109,23 +109,23 @@ def bench_decode(
     weights: Weights = Weights.AUTO,
     steps: int = 6,
     cold_folder: str = "/var/tmp",
-    setup: PeerSetup | None = None,
+    peers_python: str | None = None,
     keep: bool = False,
 ) -> list[DecodeRow]:
     """Measure every row at every context; progress on stderr.
 
-    `setup`: llama.cpp runs beside us, and with `keep` its figures are kept; else `kept`
+    `peers_python`: runs llama.cpp beside us, and with `keep` its figures are kept; else `kept`
     figures stand beside ours.
     """
     use_all_cores()
     bench = _prepare(weights, steps, cold_folder)
     done = []
     for context in contexts:
-        if setup is None:
+        if peers_python is None:
             done += _at_context(bench, context, rows, [], kept)
             continue
         room = max(1, len(rows)) * (_ROUNDS + 1) * steps
-        with setup.peers(context, room) as peers:
+        with open_peers(peers_python, context, room) as peers:
             found = _at_context(bench, context, rows, peers, [])
         rates = {row.name: row.tokens_per_second for row in found}
         if keep:

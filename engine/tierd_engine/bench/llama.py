@@ -1,18 +1,19 @@
 """llama.cpp's decode speed, in a process of its own: it imports no torch and shares no threads.
 
-    python llama.py serve|fill GGUF KV THREADS CONTEXT ROOM FOLDER [--whole]
+    python llama.py GGUF KV THREADS CONTEXT ROOM [--whole | --at POSITION]
 
-KV: f16 or q8_0. `serve` fills the cache to CONTEXT tokens, prints one JSON object that
-says what stands in it, then decodes as many tokens as each line of stdin names and
-answers with their seconds; it ends with stdin. ROOM: how many tokens it may be asked for.
-`fill` only makes the files of FOLDER.
+KV: f16 or q8_0. Fills the cache to CONTEXT tokens, prints one JSON object that says what
+stands in it, then decodes as many tokens as each line of stdin names and answers with
+their seconds; it ends with stdin. ROOM: how many tokens it may be asked for. Flash
+attention is on, as quantised values need it.
 
-An ordinary prefill (`--whole`) of 128k tokens takes hours on two cores. So KV is computed
-chunk by chunk, each chunk at its own positions but in a small cache of its own, kept in
-FOLDER as llama.cpp's state of a sequence, and put into the large cache, where the chunks
-are joined into one sequence. A token decoded after it attends over every cell, as after an
-ordinary prefill; only the values in the cells are others, and no time depends on those.
-`scripts/bench peers` shows it. Flash attention is on, as quantised values need it.
+An ordinary prefill (`--whole`) of 128k tokens takes hours on two cores. So one chunk of
+tokens is computed, in a small cache of its own, and put into the large one again and
+again, each time moved to its positions and joined to the sequence before it. Positions are
+rotations, so a chunk that is moved is the chunk that would be computed there: the same
+values, the keys rotated (`--at` puts one there, to compare). A token decoded after it
+attends over every cell, as after an ordinary prefill; only what the cells hold differs,
+and no time depends on that. `scripts/bench peers` shows all this.
 
 A separate file of the standard library and llama-cpp-python, so that any environment that
 has the latter can run it.
@@ -26,20 +27,18 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 _KINDS = {"f16": 1, "q8_0": 8}  # ggml's numbers of these types
 CHUNK_TOKENS = 1024
 _BATCH_TOKENS = 512
-_FILL_THREADS = 1  # it may take long, beside other jobs: threads that spin for each other starve
 _TOKEN = 17
 _JOINED, _ARRIVING = 0, 1  # sequences of the large cache
 
 
 def _token(position: int) -> int:
-    return 17 + position % 4096
+    return 17 + position % CHUNK_TOKENS * 41 % 40000
 
 
 def _peak_rss_bytes() -> int:
@@ -94,27 +93,28 @@ class Context:
         self._must(code == 0, "decode a token")
         return seconds
 
-    def clear(self) -> None:
-        """Forget every token."""
-        self._api.llama_memory_clear(self._memory, True)
-
-    def save(self, path: Path) -> None:
-        """Write the sequence to a file, whole or not at all."""
+    def logits(self) -> list[float]:
+        """Return the logits after the last token."""
         api = self._api
-        size = api.llama_state_seq_get_size(self._context, _JOINED)
-        data = (ctypes.c_uint8 * size)()
-        done = api.llama_state_seq_get_data(self._context, data, size, _JOINED)
-        self._must(done == size, "give a sequence's state")
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(data)
-        partial.rename(path)
+        vocabulary = api.llama_model_get_vocab(api.llama_get_model(self._context))
+        count = api.llama_vocab_n_tokens(vocabulary)
+        return list(api.llama_get_logits_ith(self._context, -1)[:count])
 
-    def join(self, path: Path) -> None:
-        """Put a file's cells behind those that are there, into the same sequence."""
-        api, data = self._api, path.read_bytes()
-        source = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
-        done = api.llama_state_seq_set_data(self._context, source, len(data), _ARRIVING)
-        self._must(done == len(data), f"take {path}")
+    def state(self) -> Any:
+        """Return the serialised sequence."""
+        size = self.state_bytes()
+        data = (ctypes.c_uint8 * size)()
+        done = self._api.llama_state_seq_get_data(self._context, data, size, _JOINED)
+        self._must(done == size, "give a sequence's state")
+        return data
+
+    def join(self, state: Any, shift: int) -> None:
+        """Put a sequence's cells, `shift` positions on, into the same sequence as those here."""
+        api, size = self._api, len(state)
+        done = api.llama_state_seq_set_data(self._context, state, size, _ARRIVING)
+        self._must(done == size, "take a sequence's state")
+        if shift:
+            api.llama_memory_seq_add(self._memory, _ARRIVING, -1, -1, shift)
         api.llama_memory_seq_cp(self._memory, _ARRIVING, _JOINED, -1, -1)
         self._must(bool(api.llama_memory_seq_rm(self._memory, _ARRIVING, -1, -1)), "join")
 
@@ -158,17 +158,11 @@ def load_model(gguf: str) -> Any:
     return model
 
 
-def chunk_files(model: Any, options: argparse.Namespace) -> Iterator[Path]:
-    """Yield the file of each whole chunk of the context; make those that are missing."""
-    small: Context | None = None
-    for first in range(0, options.context - CHUNK_TOKENS + 1, CHUNK_TOKENS):
-        path = Path(options.folder) / f"{options.kv}-{first:08d}.state"
-        if not path.exists():
-            small = small or Context(model, options.kv, _FILL_THREADS, CHUNK_TOKENS)
-            small.clear()
-            small.prefill(first, first + CHUNK_TOKENS)
-            small.save(path)
-        yield path
+def computed_chunk(model: Any, options: argparse.Namespace, first: int) -> Any:
+    """Return the state of a chunk at positions from `first` on."""
+    small = Context(model, options.kv, options.threads, CHUNK_TOKENS)
+    small.prefill(first, first + CHUNK_TOKENS)
+    return small.state()
 
 
 def filled(model: Any, options: argparse.Namespace) -> tuple[Context, dict[str, int]]:
@@ -176,8 +170,9 @@ def filled(model: Any, options: argparse.Namespace) -> tuple[Context, dict[str, 
     large = Context(model, options.kv, options.threads, options.context + options.room, 2)
     sizes: list[int] = []
     done = 0
-    for path in () if options.whole else chunk_files(model, options):
-        large.join(path)
+    chunk = None if options.whole else computed_chunk(model, options, 0)
+    while chunk is not None and done + CHUNK_TOKENS <= options.context:
+        large.join(chunk, done)
         done += CHUNK_TOKENS
         if len(sizes) < 2:
             sizes.append(large.state_bytes())
@@ -204,27 +199,47 @@ def serve(options: argparse.Namespace) -> None:
         _say({"seconds": seconds, "peak_rss_bytes": _peak_rss_bytes() - before})
 
 
+def compare(options: argparse.Namespace) -> None:
+    """Print how far a token after a chunk that was moved differs from one computed there.
+
+    The difference of logits, root of mean squares, ÷ that of the logits themselves.
+    """
+    model = load_model(options.gguf)
+    found = []
+    for first in (0, options.at):
+        large = Context(model, options.kv, options.threads, CHUNK_TOKENS + 8, 2)
+        large.join(computed_chunk(model, options, first), options.at - first)
+        large.step()
+        found.append(large.logits())
+    moved, there = found
+    power = sum(x * x for x in there)
+    _say(
+        {
+            "difference": (sum((x - y) ** 2 for x, y in zip(moved, there, strict=True)) / power)
+            ** 0.5
+        }
+    )
+
+
 def _say(what: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
 
 
 def main(arguments: list[str]) -> None:
-    """Run one of the two verbs."""
+    """Serve, or compare."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("verb", choices=("serve", "fill"))
     parser.add_argument("gguf")
     parser.add_argument("kv", choices=tuple(_KINDS))
     for name in ("threads", "context", "room"):
         parser.add_argument(name, type=int)
-    parser.add_argument("folder")
     parser.add_argument("--whole", action="store_true", help="an ordinary prefill")
+    parser.add_argument("--at", type=int, help="only compare a chunk moved there")
     options = parser.parse_args(arguments)
-    if options.verb == "serve":
+    if options.at is None:
         serve(options)
-        return
-    for _ in chunk_files(load_model(options.gguf), options):
-        pass
+    else:
+        compare(options)
 
 
 if __name__ == "__main__":

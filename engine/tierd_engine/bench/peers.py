@@ -1,6 +1,6 @@
 """llama.cpp beside us: alternating with our rounds (`--peers`), else as once measured.
 
-It runs in processes of its own (llama.py), one a kind of KV, filled once and then stepped on
+It runs in processes of its own (llama.py), one a kind of KV, filled and then stepped on
 command, so that its rounds alternate with ours and a ratio is of medians of one run. Its
 figures are kept, with date, machine and load, in peers.json. A ratio to a kept figure is
 between two runs, and says so.
@@ -33,7 +33,7 @@ from tierd_engine.bench.machine import describe_machine, load_average
 KEPT = Path(__file__).with_name("peers.json")
 KINDS = ("f16", "q8_0")
 _SCRIPT = Path(__file__).with_name("llama.py")
-_FILL_SECONDS_MAX = 3600  # 128 chunks of 1,024 tokens at 40 tokens/s
+_FILL_SECONDS_MAX = 3600  # an ordinary prefill of 32k tokens at 10 tokens/s
 _STEP_SECONDS_MAX = 30  # 128k tokens of f16, 3 GB, at 0.1 GB/s
 _END_SECONDS_MAX = 10
 
@@ -134,42 +134,26 @@ def find_python(python: str | None) -> str | None:
     return sys.executable if importlib.util.find_spec("llama_cpp") else None
 
 
-@dataclass(frozen=True, slots=True)
-class PeerSetup:
-    """How llama.cpp is run: an interpreter that has it, and a folder for its computed KV."""
+def peer_command(python: str, kv: str, context: int, room: int) -> list[str]:
+    """Return the command line of llama.py, with as many threads as ours."""
+    return [
+        python, str(_SCRIPT), str(packaged_gguf()), kv, str(torch.get_num_threads()),
+        str(context), str(room),
+    ]  # fmt: skip
 
-    python: str
-    folder: Path
 
-    def command(self, verb: str, kv: str, context: int, room: int) -> list[str]:
-        """Return the command line of llama.py."""
-        gguf = packaged_gguf()
-        # KV of another file or version would be another model's.
-        folder = self.folder / f"{gguf.stem}-{gguf.stat().st_size}"
-        folder.mkdir(parents=True, exist_ok=True)
-        return [
-            self.python, str(_SCRIPT), verb, str(gguf), kv, str(torch.get_num_threads()),
-            str(context), str(room), str(folder),
-        ]  # fmt: skip
+@contextlib.contextmanager
+def open_peers(python: str, context: int, room: int) -> Iterator[list[Peer]]:
+    """Yield a peer of each kind, filled to `context` tokens, with room for `room` more.
 
-    def fill(self, context: int) -> None:
-        """Compute what KV the folder lacks for this context, with every kind."""
+    `python`: an interpreter that has llama-cpp-python.
+    """
+    with contextlib.ExitStack() as stack:
+        found = []
         for kv in KINDS:
-            print(f"llama.cpp {kv}: KV of {context} tokens", file=sys.stderr, flush=True)
-            command = self.command("fill", kv, context, 0)
-            done = subprocess.run(command, capture_output=True, text=True, timeout=4 * 3600)
-            if done.returncode:
-                raise InvalidArgument(f"llama.cpp: {done.stderr.strip().splitlines()[-1:]}")
-
-    @contextlib.contextmanager
-    def peers(self, context: int, room: int) -> Iterator[list[Peer]]:
-        """Yield a peer of each kind, filled to `context` tokens, with room for `room` more."""
-        with contextlib.ExitStack() as stack:
-            found = []
-            for kv in KINDS:
-                peer = Peer(self.command("serve", kv, context, room), kv, context)
-                found.append(stack.enter_context(contextlib.closing(peer)))
-            yield found
+            peer = Peer(peer_command(python, kv, context, room), kv, context)
+            found.append(stack.enter_context(contextlib.closing(peer)))
+        yield found
 
 
 def keep_figures(peers: Sequence[tuple[Peer, float]]) -> None:
@@ -201,13 +185,18 @@ def packaged_gguf() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class FillingRow:
-    """A cache that was filled in chunks beside one after an ordinary prefill: seconds a token."""
+    """A cache filled with a chunk again and again beside one after an ordinary prefill.
+
+    Seconds a token. `moved_difference`: of the logits after a chunk that was moved to the
+    context's last positions and after one computed there, relative root of mean squares.
+    """
 
     kv: str
     context_tokens: int
     chunked_seconds: float
     whole_seconds: float
     cells: int
+    moved_difference: float
 
     @property
     def ratio(self) -> float:
@@ -215,12 +204,11 @@ class FillingRow:
         return self.chunked_seconds / self.whole_seconds
 
 
-def bench_filling(setup: PeerSetup, context: int, rounds: int = 6) -> list[FillingRow]:
+def bench_filling(python: str, context: int, rounds: int = 6, steps: int = 8) -> list[FillingRow]:
     """Measure, in alternating rounds, whether filling in chunks changes the speed of decode."""
-    steps = 8
     rows = []
     for kv in KINDS:
-        command = setup.command("serve", kv, context, (rounds + 1) * steps)
+        command = peer_command(python, kv, context, (rounds + 1) * steps)
         with (
             contextlib.closing(Peer(command, kv, context)) as chunked,
             contextlib.closing(Peer([*command, "--whole"], kv, context)) as whole,
@@ -232,7 +220,12 @@ def bench_filling(setup: PeerSetup, context: int, rounds: int = 6) -> list[Filli
                     taken.extend(seconds if i else ())  # the first round warms up
             medians = [statistics.median(taken) for taken in times]
             cells = chunked.stands.get("cells", context)
-            rows.append(FillingRow(kv, context, medians[0], medians[1], cells))
+        compare = [*command, "--at", str(context - context % 1024)]
+        done = subprocess.run(
+            compare, capture_output=True, text=True, timeout=_FILL_SECONDS_MAX, check=True
+        )
+        difference = json.loads(done.stdout)["difference"]
+        rows.append(FillingRow(kv, context, medians[0], medians[1], cells, difference))
     return rows
 
 
@@ -243,5 +236,6 @@ def print_filling(rows: Sequence[FillingRow]) -> None:
         print(
             f"{row.kv:6}{row.context_tokens:8d} tokens, {row.cells} cells: "
             f"{1 / row.chunked_seconds:.2f} tokens/s in chunks, "
-            f"{1 / row.whole_seconds:.2f} whole; seconds {row.ratio:.3f} of whole"
+            f"{1 / row.whole_seconds:.2f} whole, seconds {row.ratio:.3f} of whole; "
+            f"a chunk moved differs from one computed there by {row.moved_difference:.1e}"
         )
