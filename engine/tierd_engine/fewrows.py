@@ -25,7 +25,7 @@ from tierd_engine.attention.product import (
     product_address,
 )
 from tierd_engine.attention.simd import BFLOAT16, FLOAT32
-from tierd_engine.attention.team import run_team, workers_for
+from tierd_engine.attention.team import Reads, run_team, workers_for
 
 FEW_ROWS_MAX = 16  # up to here ours; beyond, PyTorch's products of blocks are better
 _KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
@@ -73,6 +73,7 @@ class FewRowsLinear(torch.nn.Module):
         self._job["bias"] = 0 if self._bias32 is None else self._bias32.data_ptr()
         self._work = product_address(self._kind, 1), product_address(self._kind, ROWS_MAX)
         self.nbytes = linear.weight.nbytes
+        self._reads = Reads(np.array([linear.weight.data_ptr()], dtype=np.int64), self.nbytes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias: [..., in] to [..., out]."""
@@ -89,7 +90,7 @@ class FewRowsLinear(torch.nn.Module):
                 x.data_ptr(), out.data_ptr(), rows, _claimed_address,
                 _scratch.address(workers * self._scratch_bytes), weight.data_ptr(),
             )  # fmt: skip
-            run_team(self._work[rows > 1], self._job_address, workers)
+            run_team(self._work[rows > 1], self._job_address, workers, self._reads)
         return out
 
 

@@ -22,7 +22,7 @@ from tierd.units import CACHE_LINE_BYTES, round_up
 from tierd_engine.attention import kernel
 from tierd_engine.attention.merging import MERGE_SCRATCH_BYTES, merge_function
 from tierd_engine.attention.simd import BFLOAT16, E4M3, FLOAT16, FLOAT32, NARROW, UINT8
-from tierd_engine.attention.team import prepare_team, run_team, workers_for
+from tierd_engine.attention.team import Reads, prepare_team, run_team, workers_for
 
 Float32Array = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
@@ -128,7 +128,8 @@ def attend_pages(
         pages, layout.kv_heads if pages >= 8 * workers else 1,
     )  # fmt: skip
     job.record["scale"] = scale
-    run_team(job.work_address, job.address, workers)
+    reads = Reads(addresses, layout.payload_bytes)
+    run_team(job.work_address, job.address, workers, reads)
 
 
 def _checked(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> int:

@@ -11,9 +11,15 @@ Invariants:
   a call returns when `remaining` is 0: no member touches a job after it
   a token is given exactly once to each that was seen asleep, and is taken by it
   the words of a team are never freed: a thread may look at them until the process ends
+  a list that members read ahead by is kept until two later jobs have ended
+
+Steps repeat: what a job is followed by, it was followed by at the last step. So members
+that have nothing to do, while the caller is in Python, ask for the memory that the next
+job will read; they stop when it comes. Only while they wait awake.
 
 Words are int64, one line of 64 bytes for what one thread writes:
-  line 0: worker's address, job's address, the token 1, spins
+  line 0: worker's address, job's address, the token 1, spins; to read ahead: address of a
+          list of addresses, how many, how many bytes at each
   line 1: remaining, the caller's state, its eventfd, room for its token
   line 1 + i: tickets posted to member i, its state, its eventfd, room for its token
 """
@@ -31,6 +37,7 @@ from typing import Any
 
 import numba
 import numpy as np
+import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -46,13 +53,16 @@ from tierd_engine.attention.atomics import (
     wait_awake,
 )
 from tierd_engine.attention.compiling import compile_cached, step
-from tierd_engine.attention.simd import Const, ConstType
+from tierd_engine.attention.simd import Const, ConstType, load_int64, prefetch_lines
 
 _SOURCES = Const(0)
 _LINE = 64
-_WORKER, _JOB, _ONE, _SPINS = 0, 8, 16, 24  # offsets in line 0
+_WORKER, _JOB, _ONE, _SPINS, _AHEAD, _AHEAD_COUNT, _AHEAD_BYTES = range(0, 56, 8)  # in line 0
 _COUNT, _STATE, _FD, _TOKEN = 0, 8, 16, 24  # offsets in the other lines
 _AWAKE, _ASLEEP = 0, 1
+_AHEAD_STEP_BYTES = 4096  # between two looks at whether a job has come
+_AHEAD_BYTES_MAX = 2 << 20  # what a gap of 0.1 ms has time for, and caches have room for
+_FOLLOWERS_MAX = 4096  # jobs of a step, several hundred a model; more, and learning starts again
 _MEMBERS_MAX = 1024  # 64 KiB of words
 _END_SECONDS = 1.0
 _TRIAL_PAUSES = 2000  # some tens of microseconds
@@ -102,6 +112,16 @@ def _wake(line: Any, words: Any) -> None:
         give_token(load_word(line + _FD), words + _ONE)
 
 
+@step
+def _read_ahead(line: Any, tickets: Any, addresses: Any, count: Any, size: Any) -> None:
+    for i in range(count):
+        start = load_int64(addresses + 8 * i)
+        for at in range(start, start + size, _AHEAD_STEP_BYTES):
+            if load_word(line + _COUNT) != tickets:
+                return
+            prefetch_lines(at, min(at + _AHEAD_STEP_BYTES, start + size))
+
+
 def _serve(sources: Any, words: Any, index: Any) -> None:
     """A member's life: run what is posted until a job without a worker comes."""
     line = words + _LINE * (1 + index)
@@ -112,13 +132,23 @@ def _serve(sources: Any, words: Any, index: Any) -> None:
         if worker == 0:
             return
         _call_work(worker, load_word(words + _JOB), index)
+        # Read before the count: after it the caller may post the next job.
+        addresses, count = load_word(words + _AHEAD), load_word(words + _AHEAD_COUNT)
+        size = load_word(words + _AHEAD_BYTES)
         if add_word(words + _LINE + _COUNT, -1) == 1:
             _wake(words + _LINE, words)
+        _read_ahead(line, tickets, addresses, count, size)
 
 
-def _run(sources: Any, words: Any, worker: Any, job: Any, workers: Any) -> None:
+def _run(
+    sources: Any, words: Any, worker: Any, job: Any, workers: Any, addresses: Any, count: Any,
+    size: Any,
+) -> None:  # fmt: skip
     store_word(words + _WORKER, worker)
     store_word(words + _JOB, job)
+    store_word(words + _AHEAD, addresses)
+    store_word(words + _AHEAD_COUNT, count)
+    store_word(words + _AHEAD_BYTES, size)
     store_word(words + _LINE + _COUNT, workers - 1)
     for index in range(1, workers):
         line = words + _LINE * (1 + index)
@@ -141,7 +171,7 @@ def _pause_often(sources: Any, count: Any) -> None:
 @functools.cache
 def _compiled() -> tuple[Callable[..., None], ...]:
     words = types.int64
-    wanted = ((_serve, 2), (_run, 4), (_pause_often, 1))
+    wanted = ((_serve, 2), (_run, 7), (_pause_often, 1))
     return tuple(
         compile_cached(function, (ConstType(0), *(words,) * count), nogil=True).call
         for function, count in wanted
@@ -156,6 +186,24 @@ def _pause_seconds(pause_often: Callable[..., None]) -> float:
         pause_often(_SOURCES, _TRIAL_PAUSES)
         seconds.append(time.perf_counter() - start)
     return min(seconds) / _TRIAL_PAUSES
+
+
+class Reads:
+    """What a job reads: `size_bytes` at each of `addresses`, [count] absolute; kept alive here.
+
+    Only the first of them are asked for ahead. Members never touch what stands there.
+    """
+
+    __slots__ = ("addresses", "count", "key", "size_bytes")
+
+    def __init__(self, addresses: npt.NDArray[np.int64], size_bytes: int) -> None:
+        self.addresses = addresses
+        self.key = int(addresses.__array_interface__["data"][0])
+        self.size_bytes = min(size_bytes, _AHEAD_BYTES_MAX)
+        self.count = min(len(addresses), _AHEAD_BYTES_MAX // max(1, self.size_bytes))
+
+
+_NOTHING = Reads(np.zeros(0, dtype=np.int64), 0)
 
 
 class _Team:
@@ -176,6 +224,8 @@ class _Team:
         self.threads: list[threading.Thread] = []
         self.serve, self.run, pause_often = _compiled()
         self._pause_seconds = _pause_seconds(pause_often)
+        self._followers: dict[int, Reads] = {}
+        self._last = self._ahead = self._ahead_before = _NOTHING
         self.wait_awake(BRIEF_SECONDS)
         atexit.register(self.end)
 
@@ -197,12 +247,23 @@ class _Team:
             thread.start()
             self.threads.append(thread)
 
+    def ahead_of(self, reads: Reads) -> Reads:
+        """Note what is read now; return what was read after it the last time."""
+        followers = self._followers
+        if len(followers) >= _FOLLOWERS_MAX:
+            followers.clear()
+        followers[self._last.key] = reads
+        self._last = reads
+        self._ahead_before = self._ahead
+        self._ahead = _NOTHING if self.is_brief else followers.get(reads.key, _NOTHING)
+        return self._ahead
+
     def end(self) -> None:
         """Let every member return: a thread that spins would outlive what it looks at."""
         if not _one_job.acquire(timeout=_END_SECONDS):
             return  # a job runs in a thread of its own, and is left to it
         try:
-            self.run(_SOURCES, self.address, 0, 0, 1 + len(self.threads))
+            self.run(_SOURCES, self.address, 0, 0, 1 + len(self.threads), 0, 0, 0)
             for thread in self.threads:
                 thread.join(_END_SECONDS)
             self.threads.clear()
@@ -248,10 +309,14 @@ def workers_for(size_bytes: int) -> int:
     return count
 
 
-def run_team(work_address: int, job_address: int, workers: int) -> None:
+def run_team(work_address: int, job_address: int, workers: int, reads: Reads = _NOTHING) -> None:
     """Run the worker `workers` times, with the job's address and 0, 1, ...; wait for all."""
     team = _team or prepare_team()
     with _one_job:
         if len(team.threads) < workers - 1:
             team.grow(workers - 1)
-        team.run(_SOURCES, team.address, work_address, job_address, workers)
+        ahead = team.ahead_of(reads)
+        team.run(
+            _SOURCES, team.address, work_address, job_address, workers,
+            ahead.key, ahead.count, ahead.size_bytes,
+        )  # fmt: skip
