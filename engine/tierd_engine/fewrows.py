@@ -1,11 +1,11 @@
-"""Linear layers whose product of a few rows is ours: exact weights, read at the memory's speed.
+"""Linear layers whose product of a few rows is ours: weights are read at the memory's speed.
 
 With many rows (prefill) PyTorch's linear does the work. Weights are those of the
 layer that is replaced, not a copy; sums are float32, the result is rounded once.
 Takes and returns what the layer did, to within the order of a sum.
 
 Invariants:
-  a layer's record and the common scratch are used under the lock, by one call at a time
+  a product's record and the common scratch are used under the lock, by one call at a time
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import threading
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tierd.units import CACHE_LINE_BYTES, round_up
@@ -24,7 +23,7 @@ from tierd_engine.attention.product import (
     make_product_job,
     product_address,
 )
-from tierd_engine.attention.simd import BFLOAT16, FLOAT32
+from tierd_engine.attention.simd import BFLOAT16, FLOAT32, INT8
 from tierd_engine.attention.team import Reads, run_team, workers_for
 
 FEW_ROWS_MAX = 16  # up to here ours; beyond, PyTorch's products of blocks are better
@@ -53,6 +52,57 @@ class _Scratch:
 _scratch = _Scratch()
 
 
+class RowProduct:
+    """x W^T + bias for a few rows x in `dtype`: bfloat16 or float32.
+
+    weights: [outputs, width], in `dtype`, or int8 with `scales` [outputs]; bias: [outputs] or
+    None. Weights may move, but not change shape or dtype; scales and bias are copied.
+    """
+
+    def __init__(
+        self,
+        weights: torch.Tensor,
+        dtype: torch.dtype,
+        scales: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        self.dtype = dtype
+        outputs, width = weights.shape
+        self._outputs, self._width = outputs, width
+        self._bytes = weights.nbytes
+        job = make_product_job(width, outputs, weights.element_size())
+        self._kept = [None if part is None else part.detach().float() for part in (scales, bias)]
+        for name, part in zip(("scales", "bias"), self._kept, strict=True):
+            job[name] = 0 if part is None else part.data_ptr()
+        x_kind = _KINDS[dtype]
+        kind = x_kind if scales is None else INT8
+        self._work = product_address(kind, 1, x_kind), product_address(kind, ROWS_MAX, x_kind)
+        self._fields = job.view(np.int64)[:_PER_CALL]  # keeps the record
+        self._job_address = int(job.ctypes.data)
+        self._scratch_bytes = int(job["scratch_bytes"][0])
+        self._reads = Reads(np.array([weights.data_ptr()], dtype=np.int64), self._bytes)
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Return whether x [..., width] has few rows, of our dtype, and no gradient is wanted."""
+        rows = x.numel() // self._width
+        return 0 < rows <= FEW_ROWS_MAX and x.dtype == self.dtype and not torch.is_grad_enabled()
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the product [..., outputs] for x that is taken; `weights`: where they are now."""
+        x = x.contiguous()
+        out = torch.empty((*x.shape[:-1], self._outputs), dtype=self.dtype)
+        rows = x.numel() // self._width
+        workers = workers_for(self._bytes)
+        with _lock:
+            _claimed[0] = 0
+            self._fields[:] = (
+                x.data_ptr(), out.data_ptr(), rows, _claimed_address,
+                _scratch.address(workers * self._scratch_bytes), weights.data_ptr(),
+            )  # fmt: skip
+            run_team(self._work[rows > 1], self._job_address, workers, self._reads)
+        return out
+
+
 class FewRowsLinear(torch.nn.Module):
     """A linear layer of weights [out, in] in bfloat16 or float32, and its bias [out] or None."""
 
@@ -60,38 +110,13 @@ class FewRowsLinear(torch.nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self._dtype = linear.weight.dtype
-        self._kind = _KINDS[self._dtype]
-        size = linear.weight.element_size()
-        self._job: npt.NDArray[np.void] = make_product_job(
-            self.in_features, self.out_features, size
-        )
-        self._fields = self._job.view(np.int64)[:_PER_CALL]
-        self._job_address = int(self._job.ctypes.data)
-        self._scratch_bytes = int(self._job["scratch_bytes"][0])
-        self._bias32 = None if linear.bias is None else linear.bias.detach().float()
-        self._job["bias"] = 0 if self._bias32 is None else self._bias32.data_ptr()
-        self._work = product_address(self._kind, 1), product_address(self._kind, ROWS_MAX)
-        self.nbytes = linear.weight.nbytes
-        self._reads = Reads(np.array([linear.weight.data_ptr()], dtype=np.int64), self.nbytes)
+        self._product = RowProduct(linear.weight, linear.weight.dtype, bias=linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias: [..., in] to [..., out]."""
-        rows = x.numel() // self.in_features
-        weight = self.weight
-        if rows > FEW_ROWS_MAX or rows == 0 or x.dtype != self._dtype or torch.is_grad_enabled():
-            return torch.nn.functional.linear(x, weight, self.bias)
-        x = x.contiguous()
-        out = torch.empty((*x.shape[:-1], self.out_features), dtype=self._dtype)
-        workers = workers_for(self.nbytes)
-        with _lock:
-            _claimed[0] = 0
-            self._fields[:] = (
-                x.data_ptr(), out.data_ptr(), rows, _claimed_address,
-                _scratch.address(workers * self._scratch_bytes), weight.data_ptr(),
-            )  # fmt: skip
-            run_team(self._work[rows > 1], self._job_address, workers, self._reads)
-        return out
+        if self._product.takes(x):
+            return self._product(x, self.weight)
+        return torch.nn.functional.linear(x, self.weight, self.bias)
 
 
 def replace_linears(model: Any) -> int:

@@ -1,12 +1,11 @@
 """The threads of a step of few queries: PyTorch's, and how long ours wait awake.
 
-Attention and, unless weights are int8, linear layers run on a team of our own
-(attention/team.py); what is left to PyTorch in a decode step is too small to
-share. Layers that PyTorch multiplies: a product of one row reads its weights
-once, and for a small model that takes less time than it takes to wake a second
-thread (which sleeps soon, see cores.py): SmolLM2's step outside attention was
-28 ms with two threads and 15 ms with one with int8 weights. So below a size
-PyTorch's operators run on the calling thread.
+Attention and linear layers run on a team of our own (attention/team.py); what is
+left to PyTorch in a decode step is too small to share. Where layers are left
+that PyTorch multiplies: a product of one row reads its weights once, and for a
+small layer that takes less time than it takes to wake a second thread (which
+sleeps soon, see cores.py). So below a size PyTorch's operators run on the
+calling thread.
 
 Where threads spin instead (cores.py) nobody has to be woken, and all take part.
 
@@ -25,6 +24,7 @@ import torch
 from tierd_engine.attention.patience import Patience
 from tierd_engine.cores import threads_sleep_soon
 from tierd_engine.fewrows import FewRowsLinear
+from tierd_engine.weightonly import Int8Linear
 
 # Waking a thread takes about 0.1 ms, one thread reads weights at about 13 GB/s, and two threads
 # save half of that time: they gain from 0.1 ms x 13 GB/s / 0.5 = 2.6 MB a layer on.
@@ -41,7 +41,7 @@ def mean_layer_bytes(model: Any) -> float:
     sizes = [
         tensor.nbytes
         for module in model.modules()
-        if id(module) not in outer and not isinstance(module, FewRowsLinear)
+        if id(module) not in outer and not isinstance(module, FewRowsLinear | Int8Linear)
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if tensor.dim() == 2
     ]

@@ -2,7 +2,8 @@
 
 Each output is one dot product, by one thread in a fixed order with float32 sums,
 so results do not depend on how many threads there are. Weights are read once for
-up to ROWS_MAX rows at a time. PyTorch's own product of one row of bfloat16 reads
+up to ROWS_MAX rows at a time. Weights are of the rows' dtype, or int8 with a float32
+scale an output, which multiplies the sum. PyTorch's own product of one row of bfloat16 reads
 weights at 8 to 10 GB/s a thread where a plain sum reads at 20 to 30.
 
 A job's record is written by its caller, and read by workers while it runs.
@@ -25,6 +26,7 @@ from tierd_engine.attention.compiling import compile_cached, step
 from tierd_engine.attention.simd import (
     BFLOAT16,
     FLOAT32,
+    INT8,
     NARROW,
     ConstType,
     element_bytes,
@@ -45,8 +47,8 @@ WIDE = 64  # lanes of a sum: four AVX-512 registers
 _CLAIM_BYTES = 32768  # of weights: long enough to stream, short enough to even threads out
 
 PRODUCT_FIELDS = (
-    "x", "out", "rows", "claimed", "scratch", "weights", "bias", "width", "outputs", "batch",
-    "scratch_bytes",
+    "x", "out", "rows", "claimed", "scratch", "weights", "scales", "bias", "width", "outputs",
+    "batch", "scratch_bytes",
 )  # fmt: skip
 JOB = np.dtype([(name, np.int64) for name in PRODUCT_FIELDS])
 _SUMS = CACHE_LINE_BYTES * 2  # at a scratch's start: 8 floats of wide sums, 8 of narrow ones
@@ -119,40 +121,43 @@ def _dot(kind: Any, rows: Any, job: Any, weights: Any, sums: Any, x: Any, stride
 
 
 @step
-def _add_bias(kind: Any, job: Any, output: Any, value: Any) -> Any:
+def _finished(kind: Any, job: Any, output: Any, value: Any) -> Any:
+    """The output for a sum: scaled, and with its bias, where there are such."""
+    if number(kind) == INT8:
+        value = value * load_scalar(job.scales + 4 * output)
     if job.bias == 0:
         return value
     return value + load_scalar(job.bias + 4 * output)
 
 
-def _work(kind: Any, rows: Any, unused: Any, job_address: Any, index: Any) -> None:
-    """Claim batches of outputs. `unused`: a team's workers have three constants."""
+def _work(kind: Any, rows: Any, x_kind: Any, job_address: Any, index: Any) -> None:
+    """Claim batches of outputs. `kind`: of weights; `x_kind`: of the rows and the outputs."""
     job = as_array(job_address, 1, JOB)[0]
     sums = job.scratch + index * job.scratch_bytes
     x, stride = sums + _SUMS, job.scratch_bytes - _SUMS
     stride //= ROWS_MAX
-    size = element_bytes(kind)
+    row_bytes, out_bytes = element_bytes(kind) * job.width, element_bytes(x_kind)
     is_wide = False
     start = fetch_add(job.claimed, job.batch)
     while start < job.outputs:
         end = min(start + job.batch, job.outputs)
         for row in range(0, job.rows, number(rows)):
             if not is_wide or job.rows > number(rows):
-                _widen(kind, rows, job, row, x, stride)
+                _widen(x_kind, rows, job, row, x, stride)
                 is_wide = True
             for output in range(start, end):
-                _dot(kind, rows, job, job.weights + size * job.width * output, sums, x, stride)
+                _dot(kind, rows, job, job.weights + row_bytes * output, sums, x, stride)
                 for r in range(min(number(rows), job.rows - row)):
                     value = load_scalar(sums + 4 * r) + load_scalar(sums + 32 + 4 * r)
-                    value = _add_bias(kind, job, output, value)
-                    at = job.out + size * ((row + r) * job.outputs + output)
-                    _store_output(kind, value, at)
+                    value = _finished(kind, job, output, value)
+                    at = job.out + out_bytes * ((row + r) * job.outputs + output)
+                    _store_output(x_kind, value, at)
         start = fetch_add(job.claimed, job.batch)
 
 
 @functools.cache
-def product_address(kind: int, rows: int) -> int:
+def product_address(kind: int, rows: int, x_kind: int) -> int:
     """Return the address of the compiled worker for weights of `kind`, `rows` (1 or ROWS_MAX)."""
-    assert kind in (FLOAT32, BFLOAT16) and rows in (1, ROWS_MAX)
-    constants = [ConstType(value) for value in (kind, rows, 0)]
+    assert x_kind in (FLOAT32, BFLOAT16) and kind in (x_kind, INT8) and rows in (1, ROWS_MAX)
+    constants = [ConstType(value) for value in (kind, rows, x_kind)]
     return compile_cached(_work, (*constants, types.int64, types.int64), nogil=True).address

@@ -189,7 +189,7 @@ def _at_context(
     del own, beside
     gc.collect()
     quantised = own_runner(bench.model, context, quantised=True)
-    seconds = _seconds(quantised, max(2, bench.steps // 2))
+    seconds = _seconds(quantised, 2)  # seconds a step beyond 16k: it decodes the whole cache
     done.append(_row(bench, quantised, context, seconds, bench.own_empty_seconds))
     _progress(done[-1])
     figures = [
@@ -236,8 +236,7 @@ def with_peer_ratios(row: DecodeRow, rows: Sequence[DecodeRow]) -> DecodeRow:
 
 
 def _seconds(runner: Runner, steps: int) -> float:
-    for _ in range(_WARM_UP_STEPS):
-        runner.step()
+    runner.step()
     return statistics.median(_timed(runner) for _ in range(steps))
 
 
@@ -308,8 +307,14 @@ def _row(
 
 
 def _progress(row: DecodeRow) -> None:
+    ratios = {
+        "transformers": row.ratio_to_transformers,
+        "llama.cpp f16": row.ratio_to_llama_cpp_f16,
+        "llama.cpp q8_0": row.ratio_to_llama_cpp_q8_0,
+    }
+    shown = "".join(f", {ratio:.2f} x {name}" for name, ratio in ratios.items() if ratio)
     print(
-        f"{row.name} at {row.context_tokens}: {row.tokens_per_second:.2f} tokens/s",
+        f"{row.name} at {row.context_tokens}: {row.tokens_per_second:.2f} tokens/s{shown}",
         file=sys.stderr,
         flush=True,
     )
