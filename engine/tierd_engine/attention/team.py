@@ -62,7 +62,7 @@ _COUNT, _STATE, _FD, _TOKEN = 0, 8, 16, 24  # offsets in the other lines
 _AWAKE, _ASLEEP = 0, 1
 _AHEAD_STEP_BYTES = 4096  # between two looks at whether a job has come
 _AHEAD_BYTES_MAX = 2 << 20  # what a gap of 0.1 ms has time for, and caches have room for
-_FOLLOWERS_MAX = 4096  # jobs of a step, several hundred a model; more, and learning starts again
+_FOLLOWERS_MAX = 2048  # jobs of a step, several hundred a model; more, and learning starts again
 _MEMBERS_MAX = 1024  # 64 KiB of words
 _END_SECONDS = 1.0
 _TRIAL_PAUSES = 2000  # some tens of microseconds
@@ -217,7 +217,7 @@ class _Team:
         assert self.address, "no memory for a team's words"
         self.address += -self.address % _LINE
         buffer = (ctypes.c_int64 * (size // 8 - 8)).from_address(self.address)
-        self._words = np.frombuffer(buffer, dtype=np.int64).reshape(-1, _LINE // 8)
+        self._words = np.ctypeslib.as_array(buffer).reshape(-1, _LINE // 8)
         self._words[:] = 0
         self._words[0, _ONE // 8] = 1
         self._words[1, _FD // 8] = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)

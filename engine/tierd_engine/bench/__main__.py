@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         help="measure llama.cpp now, with this or that interpreter's llama-cpp-python",
     )  # fmt: skip
     decode.add_argument("--keep-peers", action="store_true", help="and keep its figures")
+    decode.add_argument("--brief", action="store_true", help="no quantised cache of transformers")
     decode.set_defaults(run=_decode)
     peers = verbs.add_parser("peers", help="show that llama.cpp's cache is filled fairly")
     peers.add_argument("--context", type=int, nargs="+", help="tokens (default 4096)")
@@ -122,7 +123,7 @@ def _decode(options: argparse.Namespace) -> int:
         print("no figures of llama.cpp are kept for these; --peers measures it", file=sys.stderr)
     done = decode.bench_decode(
         contexts, rows, kept, weights=weights, steps=options.steps, cold_folder=options.folder,
-        peers_python=python, keep=options.keep_peers,
+        peers_python=python, keep=options.keep_peers, brief=options.brief,
     )  # fmt: skip
     if options.json:
         print(json.dumps(decode.decode_to_dict(done, weights)))

@@ -89,7 +89,10 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBench:
-    """What rows are measured with. `disk_bytes_per_second`: of the folder of the cold tier."""
+    """What rows are measured with. `disk_bytes_per_second`: of the folder of the cold tier.
+
+    `with_quantised`: transformers' quantised cache too, which takes seconds a step.
+    """
 
     model: BenchModel
     weights: Weights
@@ -99,6 +102,7 @@ class DecodeBench:
     empty_seconds: float
     steps: int
     cold_folder: str
+    with_quantised: bool = True
 
 
 def bench_decode(
@@ -111,14 +115,15 @@ def bench_decode(
     cold_folder: str = "/var/tmp",
     peers_python: str | None = None,
     keep: bool = False,
+    brief: bool = False,
 ) -> list[DecodeRow]:
-    """Measure every row at every context; progress on stderr.
+    """Measure every row at every context; progress on stderr. `brief`: less of what is slow.
 
     `peers_python`: runs llama.cpp beside us, and with `keep` its figures are kept; else `kept`
     figures stand beside ours.
     """
     use_all_cores()
-    bench = _prepare(weights, steps, cold_folder)
+    bench = replace(_prepare(weights, steps, cold_folder), with_quantised=not brief)
     done = []
     for context in contexts:
         if peers_python is None:
@@ -188,10 +193,11 @@ def _at_context(
     done.append(_row(bench, own, context, own_seconds, bench.own_empty_seconds))
     del own, beside
     gc.collect()
-    quantised = own_runner(bench.model, context, quantised=True)
-    seconds = _seconds(quantised, 2)  # seconds a step beyond 16k: it decodes the whole cache
-    done.append(_row(bench, quantised, context, seconds, bench.own_empty_seconds))
-    _progress(done[-1])
+    if bench.with_quantised:
+        quantised = own_runner(bench.model, context, quantised=True)
+        seconds = _seconds(quantised, 2)
+        done.append(_row(bench, quantised, context, seconds, bench.own_empty_seconds))
+        _progress(done[-1])
     figures = [
         PeerFigure(peer.kv, context, 1 / seconds, peer.peak_rss_bytes, "now")
         for peer, seconds in zip(peers, peer_seconds, strict=True)
