@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tierd.memory.pagetable import PageTableReader, PageTableWriter
 from tierd.types import Place, Tier
@@ -21,8 +21,7 @@ from tierd.types import Place, Tier
 STORED_TIERS = (Tier.WARM, Tier.COLD)
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
+class Page(NamedTuple):
     """A published page: where it is, and the xxh3-128 digest (16 bytes) of its payload.
 
     `backing`: the cold slot that holds the same bytes, of a warm page that has one. Sealed
