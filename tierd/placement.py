@@ -390,6 +390,7 @@ class Placement:
         Those whose page was dropped meanwhile are not among them: their slots are given back.
         """
         finished: list[Move] = []
+        placed: dict[int, dict[tuple[int, int], Page]] = {}
         sources: list[tuple[Session, Place]] = []
         there = [(move.session, move.destination) for move in moves if not move.orphaned]
         for pool, places in self._by_pool(there):
@@ -407,9 +408,10 @@ class Placement:
             else:
                 page = Page(to, move.digest)
                 sources.append((session, move.source))
-            session.index.set(key.layer, key.block, page)
+            placed.setdefault(session.number, {})[key.layer, key.block] = page
             finished.append(move)
         for session in {move.session.number: move.session for move in finished}.values():
+            session.index.set_all(placed[session.number])
             session.index.bump()
         self._retire_all(sources)
         return finished
