@@ -17,6 +17,7 @@ The checksum covers the padding too, so any flipped bit of the 4 KiB shows.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import xxhash
@@ -30,6 +31,7 @@ _MAGIC = b"TIERDSLT"
 _VERSION = 1
 _FIELDS = struct.Struct("<8sII16sIIIBBHQII16sQQ16s")
 CHECKSUM_OFFSET = HEADER_BYTES - 8
+_DIGEST_OFFSET = 96
 _PADDING = bytes(CHECKSUM_OFFSET - _FIELDS.size)
 _DTYPES = {DType.FLOAT32: 1, DType.BFLOAT16: 2, DType.FLOAT16: 3}
 _CODECS = frozenset(int(codec) for codec in CodecId if codec is not CodecId.NONE)
@@ -135,6 +137,28 @@ def verify_slot(buffer: memoryview, expected: SlotHeader) -> SlotHeader:
     if xxhash.xxh3_128_digest(payload) != header.payload_digest:
         raise damaged("the bytes do not match their digest")
     return header
+
+
+def slot_check(expected: SlotHeader) -> Callable[[memoryview], None]:
+    """Return `verify_slot` for a slot that is read again and again, its digest not known.
+
+    It raises PageDamaged. What does not change from read to read is made once.
+    """
+    start = expected.pack()[:_DIGEST_OFFSET]
+    payload = slice(HEADER_BYTES, HEADER_BYTES + expected.stored_bytes)
+    digest = slice(_DIGEST_OFFSET, _DIGEST_OFFSET + len(expected.store_uuid))
+
+    def check(buffer: memoryview) -> None:
+        header = buffer[:HEADER_BYTES].tobytes()
+        checksum = xxhash.xxh3_64_intdigest(memoryview(header)[:CHECKSUM_OFFSET])
+        if not (
+            header.startswith(start)
+            and header.endswith(checksum.to_bytes(8, "little"))
+            and xxhash.xxh3_128_digest(buffer[payload]) == header[digest]
+        ):
+            verify_slot(buffer, expected)  # slower, and finds the reason
+
+    return check
 
 
 def _damaged(reason: str) -> PageDamaged:
