@@ -25,7 +25,7 @@ import torch
 
 from tierd.errors import DeviceFailed
 from tierd.units import CACHE_LINE_BYTES, SECTOR_BYTES, round_up
-from tierd_engine.device.port import Buffer, Event, Stream
+from tierd_engine.device.port import Buffer, Event, Rows, Stream
 
 POISON = 0xFF  # NaN in every float dtype
 HOST = "host"  # the chooser's other option: let the host go on
@@ -141,7 +141,7 @@ class FakeDevice:
         """See Device."""
         assert address % SECTOR_BYTES == size_bytes % SECTOR_BYTES == 0, f"{address=} {size_bytes=}"
         limit = self._refusals.registered_bytes_max
-        if limit is not None and sum(self._registered.values()) + size_bytes > limit:
+        if limit is not None and self.registered_bytes + size_bytes > limit:
             raise DeviceFailed(f"the driver does not pin {size_bytes} bytes more")
         for start, size in self._registered.items():
             overlaps = start < address + size_bytes and address < start + size
@@ -152,15 +152,10 @@ class FakeDevice:
         """See Device."""
         del self._registered[address]
 
-    def is_pinned(self, address: int, size_bytes: int) -> bool:
-        """Return whether all of it is pinned, in one piece or in several that touch."""
-        end = address + size_bytes
-        pieces = [(start, start + size) for start, size in self._registered.items()]
-        pieces += [(b.address, b.address + b.size_bytes) for b in self._buffers.values()]
-        for start, stop in sorted(pieces):
-            if start <= address < stop:
-                address = stop
-        return address >= end
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes that `register` holds pinned."""
+        return sum(self._registered.values())
 
     # -- streams and events -------------------------------------------------------
     def new_stream(self, name: str, *, urgent: bool = False) -> FakeStream:
@@ -210,35 +205,58 @@ class FakeDevice:
     # -- work ---------------------------------------------------------------------
     def copy_in(self, stream: Stream, source: int, target: int, size_bytes: int) -> None:
         """See Device."""
-        self.copied_in_bytes += size_bytes
-        self._copy(stream, source, target, size_bytes, host=source, device=target)
+        self.copy_in_rows(stream, Rows(source, size_bytes, target, size_bytes, size_bytes, 1))
+
+    def copy_in_rows(self, stream: Stream, rows: Rows) -> None:
+        """See Device."""
+        self.copied_in_bytes += rows.row_bytes * rows.count
+        host = rows.source, (rows.count - 1) * rows.source_stride + rows.row_bytes
+        device = rows.target, (rows.count - 1) * rows.target_stride + rows.row_bytes
+        self._copy(stream, rows, host, device)
 
     def copy_out(self, stream: Stream, source: int, target: int, size_bytes: int) -> None:
         """See Device."""
         self.copied_out_bytes += size_bytes
-        self._copy(stream, source, target, size_bytes, host=target, device=source)
+        rows = Rows(source, size_bytes, target, size_bytes, size_bytes, 1)
+        self._copy(stream, rows, (target, size_bytes), (source, size_bytes))
 
     def _copy(
-        self, stream: Stream, source: int, target: int, size_bytes: int, *, host: int, device: int
+        self, stream: Stream, rows: Rows, host: tuple[int, int], device: tuple[int, int]
     ) -> None:
-        assert isinstance(stream, FakeStream) and size_bytes > 0 and not self._running
+        assert isinstance(stream, FakeStream) and not self._running
+        assert rows.row_bytes > 0 and rows.count > 0
+        assert min(rows.source_stride, rows.target_stride) >= rows.row_bytes, rows
         self.copies += 1
-        if not self.is_pinned(host, size_bytes):
-            self.pageable_bytes += size_bytes
-        self._require_live(device, size_bytes)
+        if not self._require_one_piece(*host):
+            self.pageable_bytes += rows.row_bytes * rows.count
+        self._require_live(*device)
 
         def poison() -> None:
-            self._require_live(device, size_bytes)
-            bytes_at(target, size_bytes)[:] = POISON
+            self._require_live(*device)
+            for row in range(rows.count):
+                target = rows.target + row * rows.target_stride
+                bytes_at(target, rows.row_bytes)[:] = POISON
 
         def copy() -> None:
-            self._require_live(device, size_bytes)
-            bytes_at(target, size_bytes)[:] = bytes_at(source, size_bytes)
-            self.trace.append(f"{stream.name}: copy of {size_bytes}")
+            self._require_live(*device)
+            for row in range(rows.count):
+                source = bytes_at(rows.source + row * rows.source_stride, rows.row_bytes)
+                bytes_at(rows.target + row * rows.target_stride, rows.row_bytes)[:] = source
+            self.trace.append(f"{stream.name}: copy of {rows.row_bytes * rows.count}")
 
         if self._torn_copies:
             stream.queue.append(_Work(poison))
         stream.queue.append(_Work(copy))
+
+    def _require_one_piece(self, address: int, size_bytes: int) -> bool:
+        """Return whether it is pinned. The driver refuses a copy of which only a part is."""
+        pieces = [(b.address, b.size_bytes) for b in self._buffers.values()]
+        for start, size in [*self._registered.items(), *pieces]:
+            if start < address + size_bytes and address < start + size:
+                is_inside = start <= address and address + size_bytes <= start + size
+                assert is_inside, f"{size_bytes} bytes at {address:#x} are pinned in part"
+                return True
+        return False
 
     def _require_live(self, address: int, size_bytes: int) -> None:
         for buffer in self._buffers.values():

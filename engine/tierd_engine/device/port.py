@@ -30,6 +30,22 @@ class Buffer:
     tensor: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of equal size: `count` of `row_bytes`, each `source_stride` bytes after the last.
+
+    They go to `target_stride` bytes apart. A stride is at least a row. `source`, `target`:
+    addresses of the first row.
+    """
+
+    source: int
+    source_stride: int
+    target: int
+    target_stride: int
+    row_bytes: int
+    count: int
+
+
 class Stream(Protocol):
     """A queue of work on the device. `name` is for messages."""
 
@@ -107,6 +123,13 @@ class Device(Protocol):
         """Put a copy from host address `source` to device address `target` on a stream.
 
         Of host memory that is not pinned the copy is right too, but may hold the host up.
+        """
+
+    def copy_in_rows(self, stream: Stream, rows: Rows) -> None:
+        """Put one copy of host rows to device rows on a stream.
+
+        As for all copies, the host bytes from the first to the last are pinned by one
+        `register`, or none of them is.
         """
 
     def copy_out(self, stream: Stream, source: int, target: int, size_bytes: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 from tierd.errors import DeviceFailed
 from tierd_engine.device.exploring import RandomChooser, explore_all, explore_random
 from tierd_engine.device.fake import POISON, Chooser, FakeDevice, Refusals, bytes_at
+from tierd_engine.device.port import Rows
 
 CHUNK, PIECES = 64, 5
 LABELS = ("filled", "filled by host", "read")
@@ -111,15 +112,40 @@ def test_memory_is_poison_at_first_and_after_free_and_a_late_copy_fails() -> Non
         device.check_integrity()
 
 
-def test_pinning_is_refused_beyond_the_limit_and_seen_across_pieces() -> None:
+def test_pinning_is_refused_beyond_the_limit() -> None:
     device = FakeDevice(refusals=Refusals(registered_bytes_max=8192))
-    device.register(4096, 4096)
-    device.register(8192, 4096)
-    assert device.is_pinned(5000, 6000) and not device.is_pinned(5000, 8000)
+    device.register(4096, 8192)
     with pytest.raises(DeviceFailed, match="does not pin"):
         device.register(65536, 4096)
     device.unregister(4096)
-    assert not device.is_pinned(5000, 100)
+    assert device.registered_bytes == 0
+
+
+def test_a_copy_of_which_a_part_is_pinned_is_refused() -> None:
+    device = FakeDevice()
+    host = np.zeros(4 * 4096, np.uint8)
+    start = host.ctypes.data + -host.ctypes.data % 4096
+    target = device.allocate(8192)
+    device.register(start, 4096)
+    device.copy_in(device.compute, start, target.address, 4096)
+    assert device.pageable_bytes == 0
+    device.copy_in(device.compute, start + 4096, target.address, 4096)
+    assert device.pageable_bytes == 4096
+    with pytest.raises(AssertionError, match="in part"):
+        device.copy_in(device.compute, start, target.address, 8192)
+    device.follow(device.compute)
+
+
+def test_rows_are_gathered() -> None:
+    device = FakeDevice()
+    source = np.arange(64, dtype=np.uint8)
+    target = device.allocate(32)
+    rows = Rows(source.ctypes.data + 2, 16, target.address, 8, 4, 3)
+    device.copy_in_rows(device.compute, rows)
+    device.follow(device.compute)
+    got = target.tensor.reshape(4, 8)
+    assert got[:3, :4].tolist() == [[2, 3, 4, 5], [18, 19, 20, 21], [34, 35, 36, 37]]
+    assert bool((got[:3, 4:] == POISON).all()) and bool((got[3] == POISON).all())
 
 
 def test_a_kernel_may_not_enqueue() -> None:
