@@ -177,9 +177,8 @@ class SessionKV:
             block, offset = divmod(self.position + done, tokens)
             count = min(tokens - offset, n - done)
             slot = self._hot[block]
-            here, part = slice(offset, offset + count), slice(done, done + count)
-            self.arena.keys[slot, layer, :, here] = keys[:, part]
-            self.arena.values[slot, layer, :, here] = values[:, part]
+            part = slice(done, done + count)
+            self.arena.write(slot, layer, offset, keys[:, part], values[:, part])
             done += count
         self._lengths[layer] = self.position + n
 

@@ -83,7 +83,8 @@ class Refusals:
 class FakeDevice:
     """Runs on the CPU. `without`: the label whose records and waits are left out.
 
-    `torn_copies`: a copy is two operations, so that others may run half-way.
+    `torn_copies`: a copy is two operations, so that others may run half-way. `follows` False:
+    `follow` returns at once, as on a GPU, for a caller that only launches until `drain`.
     """
 
     def __init__(
@@ -93,13 +94,14 @@ class FakeDevice:
         without: str | None = None,
         refusals: Refusals | None = None,
         torn_copies: bool = True,
+        follows: bool = True,
     ) -> None:
         self.name = "fake"
         self.torch_device = torch.device("cpu")
         self._chooser: Chooser = chooser or FirstChooser()
         self._without = without
         self._refusals = refusals or Refusals()
-        self._torn_copies = torn_copies
+        self._torn_copies, self._follows = torn_copies, follows
         self.compute = FakeStream("compute")
         self._streams = [self.compute]
         self._buffers: dict[int, Buffer] = {}
@@ -278,6 +280,11 @@ class FakeDevice:
     def follow(self, stream: Stream) -> None:
         """See Device."""
         assert stream is self.compute
+        if self._follows:
+            self.drain()
+
+    def drain(self) -> None:
+        """Let the compute stream run empty. Fails if it never will."""
         if not self._let_run(lambda: not self.compute.queue):
             raise DeviceFailed("compute: what is on it waits for what never comes")
 
