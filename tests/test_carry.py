@@ -21,7 +21,7 @@ def demoted(rig: Rig):
 
 
 def carry(rig: Rig, keys: list[PageKey], to: Tier) -> tuple[Batch, list[Move]]:
-    moves = [rig.store.traffic.begin_move(key, to) for key in keys]
+    moves = rig.store.traffic.begin_moves(keys, to)
     batch = Batch(moves, to, rig.store.placement, rig.clock, 1e9)
     batch.carry()
     return batch, moves
@@ -44,7 +44,7 @@ def test_bytes_go_through_a_real_file_and_back(tmp_path):
 def test_a_damaged_warm_page_is_not_written_and_the_others_are():
     rig = Rig()
     _, keys = demoted(rig)
-    moves = [rig.store.traffic.begin_move(key, Tier.COLD) for key in keys]
+    moves = rig.store.traffic.begin_moves(keys, Tier.COLD)
     moves[0].warm[HEADER_BYTES + 7] ^= 1
     batch = Batch(moves, Tier.COLD, rig.store.placement, rig.clock, 1e9)
     batch.carry()
@@ -145,7 +145,7 @@ def test_an_io_is_as_large_as_it_must_be_and_no_larger(monkeypatch):
 def test_a_damaged_page_parts_its_neighbours_and_is_not_written():
     rig = Rig(disk=CountingDisk())
     _, keys = stored(rig, 2)
-    moves = [rig.store.traffic.begin_move(key, Tier.COLD) for key in keys]
+    moves = rig.store.traffic.begin_moves(keys, Tier.COLD)
     moves[1].warm[HEADER_BYTES] ^= 1
     batch = Batch(moves, Tier.COLD, rig.store.placement, rig.clock, 1e9)
     batch.carry()

@@ -17,6 +17,7 @@ The checksum covers the padding too, so any flipped bit of the 4 KiB shows.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import xxhash
@@ -29,8 +30,9 @@ HEADER_BYTES = SECTOR_BYTES
 _MAGIC = b"TIERDSLT"
 _VERSION = 1
 _FIELDS = struct.Struct("<8sII16sIIIBBHQII16sQQ16s")
-_CHECKSUM_OFFSET = HEADER_BYTES - 8
-_PADDING = bytes(_CHECKSUM_OFFSET - _FIELDS.size)
+CHECKSUM_OFFSET = HEADER_BYTES - 8
+_DIGEST_OFFSET = 96
+_PADDING = bytes(CHECKSUM_OFFSET - _FIELDS.size)
 _DTYPES = {DType.FLOAT32: 1, DType.BFLOAT16: 2, DType.FLOAT16: 3}
 _CODECS = frozenset(int(codec) for codec in CodecId if codec is not CodecId.NONE)
 _DTYPE_OF = {number: dtype for dtype, number in _DTYPES.items()}
@@ -80,8 +82,8 @@ class SlotHeader:
         view = memoryview(buffer)[:HEADER_BYTES]
         if len(view) < HEADER_BYTES:
             raise _damaged("the header is cut short")
-        stored = int.from_bytes(view[_CHECKSUM_OFFSET:], "little")
-        if xxhash.xxh3_64_intdigest(view[:_CHECKSUM_OFFSET]) != stored:
+        stored = int.from_bytes(view[CHECKSUM_OFFSET:], "little")
+        if xxhash.xxh3_64_intdigest(view[:CHECKSUM_OFFSET]) != stored:
             raise _damaged("the header's checksum does not match")
         (
             magic, version, zero, store_uuid, slab, slot, generation, codec, dtype, zero2, session,
@@ -89,7 +91,7 @@ class SlotHeader:
         ) = _FIELDS.unpack_from(view)  # fmt: skip
         if magic != _MAGIC or version != _VERSION:
             raise _damaged(f"not a slot header of version {_VERSION}")
-        if zero or zero2 or view[_FIELDS.size : _CHECKSUM_OFFSET].tobytes() != _PADDING:
+        if zero or zero2 or view[_FIELDS.size : CHECKSUM_OFFSET].tobytes() != _PADDING:
             raise _damaged("the header's reserved bytes are not zero")
         if dtype not in _DTYPE_OF or codec not in _CODECS:
             raise _damaged(f"unknown codec {codec} or dtype {dtype}")
@@ -135,6 +137,28 @@ def verify_slot(buffer: memoryview, expected: SlotHeader) -> SlotHeader:
     if xxhash.xxh3_128_digest(payload) != header.payload_digest:
         raise damaged("the bytes do not match their digest")
     return header
+
+
+def slot_check(expected: SlotHeader) -> Callable[[memoryview], None]:
+    """Return `verify_slot` for a slot that is read again and again, its digest not known.
+
+    It raises PageDamaged. What does not change from read to read is made once.
+    """
+    start = expected.pack()[:_DIGEST_OFFSET]
+    payload = slice(HEADER_BYTES, HEADER_BYTES + expected.stored_bytes)
+    digest = slice(_DIGEST_OFFSET, _DIGEST_OFFSET + len(expected.store_uuid))
+
+    def check(buffer: memoryview) -> None:
+        header = buffer[:HEADER_BYTES].tobytes()
+        checksum = xxhash.xxh3_64_intdigest(memoryview(header)[:CHECKSUM_OFFSET])
+        if not (
+            header.startswith(start)
+            and header.endswith(checksum.to_bytes(8, "little"))
+            and xxhash.xxh3_128_digest(buffer[payload]) == header[digest]
+        ):
+            verify_slot(buffer, expected)  # slower, and finds the reason
+
+    return check
 
 
 def _damaged(reason: str) -> PageDamaged:

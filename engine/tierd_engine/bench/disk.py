@@ -32,9 +32,8 @@ from tierd.disk.volatile import VolatileLedger
 from tierd.lanes import LANES, ThreadLanes
 from tierd.memory.epochs import EPOCH_PAGE_BYTES
 from tierd.memory.memfd import Mapping, create_memfd
-from tierd.memory.slabs import MemfdBacking
+from tierd.memory.slabmemory import MemfdBacking
 from tierd.mover import BATCH_BYTES
-from tierd.placement import Move
 from tierd.pools import TierParts
 from tierd.sessions import Session
 from tierd.store import Store
@@ -149,8 +148,7 @@ class DiskRig:
     def allocate(self, session: Session) -> None:
         """Make the cold slabs, as fio's file is made before its time runs."""
         pool = self.store.placement.pool(Tier.COLD, session, CodecId.INT8)
-        for slot in pool.reserve(self.total_bytes // self.layout.slot_bytes):
-            pool.abort(slot)
+        pool.abort(pool.reserve(self.total_bytes // self.layout.slot_bytes))
 
     async def move(self, session: Session, to: Tier) -> float:
         """Carry all pages of a session to a tier; return bytes per second."""
@@ -181,13 +179,9 @@ class DiskRig:
     def _batches(self, keys: Sequence[PageKey], to: Tier) -> Iterator[Batch]:
         count = -(-BATCH_BYTES // self.layout.slot_bytes)
         for first in range(0, len(keys), count):
-            moves = [self._begin(key, to) for key in keys[first : first + count]]
+            moves = self.store.traffic.begin_moves(keys[first : first + count], to)
+            assert len(moves) == len(keys[first : first + count]), "the rig has room for all"
             yield Batch(moves, to, self.store.placement, self.store.clock, float("inf"))
-
-    def _begin(self, key: PageKey, to: Tier) -> Move:
-        move = self.store.traffic.begin_move(key, to)
-        assert move is not None, "the rig has room for all"
-        return move
 
     def drop(self, session: Session) -> None:
         """Close a session; its cold slabs are given back."""
