@@ -11,13 +11,13 @@ The daemon decides (which blocks, which slots); the agent encodes and copies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tierd.client import Client, Demotion, SessionHandle
+from tierd.client import Client, Demotion, MappedSlab, SessionHandle
 from tierd.codec import digest_pages, encode_pages
 from tierd.codec.layout import HEADER_BYTES, PageLayout, page_layout
 from tierd.errors import BudgetTooSmall, CodecError, DeviceFailed
@@ -54,8 +54,11 @@ class TransferAgent:
         client: Client,
         session: SessionHandle,
         arena: HotArena,
+        *,
         encode: PageEncoder = encode_pages,
+        slab_of: Callable[[int], MappedSlab] | None = None,
     ) -> None:
+        self._slab_of = slab_of or client.slab
         self._encode_pages = encode
         self._client = client
         self._session = session
@@ -161,7 +164,7 @@ class TransferAgent:
         slab = demotion.slab[pages]
         addresses = np.empty(slab.shape, dtype=np.int64)
         for slab_id in np.unique(slab):
-            mapped = self._client.slab(int(slab_id))
+            mapped = self._slab_of(int(slab_id))
             here = slab == slab_id
             slots = demotion.slot[pages][here].astype(np.int64)
             addresses[here] = mapped.address + slots * mapped.slot_bytes

@@ -138,6 +138,9 @@ class HotArena:
         """Return the absolute address of one page (raw layout)."""
         return self.base_address + slot * self.slot_bytes + layer * self.layout.payload_bytes
 
+    def close(self) -> None:
+        """Nothing to do: the memory goes with the arena."""
+
     def poison(self) -> None:
         """Fill every free slot with NaN bytes, so that a read of what is not there shows."""
         self._poison(self._free)

@@ -3,7 +3,7 @@
 Invariants:
   a region is pinned whole, in pieces that hold whole slots, or not at all
   pinned_bytes + pageable_bytes == the bytes of all regions added
-  what is pinned is unpinned by `remove` or `close`, once
+  a region added n times is unpinned by the n-th `remove`, or by `close`
 
 A copy must not cross from one piece to the next (the driver refuses it), so each piece
 holds whole slots, and `piece_of` tells a copy where to end.
@@ -12,6 +12,7 @@ holds whole slots, and `piece_of` tells a copy where to end.
 from __future__ import annotations
 
 import resource
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,15 +98,18 @@ class Pins:
         self._required = required
         self._pieces: dict[int, list[tuple[int, int]]] = {}  # by region: (address, size)
         self._sizes: dict[int, int] = {}
+        self._users: Counter[int] = Counter()
         self._piece_bytes: dict[int, int] = {}
         self.reason = ""
 
     def add(self, address: int, size_bytes: int, slot_bytes: int = SECTOR_BYTES) -> bool:
-        """Pin a mapped region of whole slots; say whether it is. One added before is left.
+        """Pin a mapped region of whole slots; say whether it is. One added before gets a user more.
 
         With `required` raises DeviceFailed, naming the setting that stands in the way.
         """
         if address in self._sizes:
+            assert self._sizes[address] == size_bytes, f"{address=:#x} {size_bytes=}"
+            self._users[address] += 1
             return bool(self._pieces[address])
         assert size_bytes % slot_bytes == 0, f"{size_bytes=} {slot_bytes=}"
         piece_bytes = max(slot_bytes, PIECE_BYTES // slot_bytes * slot_bytes)
@@ -119,6 +123,7 @@ class Pins:
             if self._required:
                 del self._sizes[address], self._pieces[address], self._piece_bytes[address]
                 raise
+        self._users[address] += 1
         return bool(self._pieces[address])
 
     def _require_room(self, size_bytes: int) -> None:
@@ -168,7 +173,14 @@ class Pins:
         return 0
 
     def remove(self, address: int) -> None:
-        """Unpin a region. No copy of it may be left. One never added is ignored."""
+        """Give a region up; its last user's unpins it. No copy of it may be left then.
+
+        One never added is ignored.
+        """
+        self._users[address] -= 1
+        if self._users[address] > 0:
+            return
+        del self._users[address]
         for start, _ in self._pieces.pop(address, []):
             self._device.unregister(start)
         self._sizes.pop(address, None)
@@ -177,6 +189,7 @@ class Pins:
     def close(self) -> None:
         """Unpin everything. Idempotent."""
         for address in list(self._sizes):
+            self._users[address] = 1
             self.remove(address)
 
     @property
