@@ -43,7 +43,7 @@ class _Step:
     share: float
     pieces: tuple[tuple[Piece, ...], ...]
     near: tuple[tuple[PageRun, ...], ...]
-    hot_addresses: torch.Tensor
+    hot_addresses: tuple[torch.Tensor, ...]  # of each layer
     hot_first: torch.Tensor
 
 
@@ -137,7 +137,7 @@ class DeviceExecutors:
         device = self._device.torch_device
         return _Step(
             plan, share, tuple(pieces), tuple(near),
-            torch.from_numpy(plan.hot_addresses).to(device),
+            tuple(torch.from_numpy(row.copy()).to(device) for row in plan.hot_addresses),
             torch.from_numpy(plan.hot_first).to(device),
         )  # fmt: skip
 

@@ -126,7 +126,8 @@ class Stager:
         self._cold_copied = device.new_event("the cold unit's copy")
         self.demand = device.new_event("copies that a step waits for")
         self._cold_in_use = False
-        self._addresses: dict[PageLayout, torch.Tensor] = {}
+        # A tensor a chunk: kernels are built anew for an address that is aligned otherwise.
+        self._addresses: dict[PageLayout, list[torch.Tensor]] = {}
         self._tokens: dict[PageLayout, torch.Tensor] = {}
         self._pieces: Sequence[Piece] = ()
         self._issued = self._taken = self._released = 0
@@ -149,7 +150,7 @@ class Stager:
         self._taken += 1
         if self._device.is_reached(self._filled[chunk]):
             self._require_valid()  # else `settle` does, when the copy has ended
-        addresses = self._addresses[piece.layout][chunk, : piece.count]
+        addresses = self._addresses[piece.layout][chunk][: piece.count]
         return Staged(
             piece, addresses, self._tokens[piece.layout][: piece.count], self._filled[chunk]
         )
@@ -244,12 +245,14 @@ class Stager:
             if layout in self._addresses:
                 continue
             per_chunk = self.chunk_bytes // layout.slot_bytes
-            chunk = np.arange(self.chunks, dtype=np.int64)[:, None] * self.chunk_bytes
-            slot = np.arange(per_chunk, dtype=np.int64)[None, :] * layout.slot_bytes
-            table = torch.from_numpy(self._ring.address + chunk + slot + HEADER_BYTES)
+            slots = np.arange(per_chunk, dtype=np.int64) * layout.slot_bytes + HEADER_BYTES
+            device = self._device.torch_device
+            self._addresses[layout] = [
+                torch.from_numpy(self._ring.address + chunk * self.chunk_bytes + slots).to(device)
+                for chunk in range(self.chunks)
+            ]
             tokens = torch.full((per_chunk,), layout.block_tokens, dtype=torch.int32)
-            self._addresses[layout] = table.to(self._device.torch_device)
-            self._tokens[layout] = tokens.to(self._device.torch_device)
+            self._tokens[layout] = tokens.to(device)
 
     @property
     def total_bytes(self) -> int:

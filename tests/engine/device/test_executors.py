@@ -30,7 +30,7 @@ from tierd_engine.device.executors import DeviceExecutors
 from tierd_engine.device.exploring import RandomChooser, explore_random
 from tierd_engine.device.fake import Chooser, FakeDevice, FirstChooser
 from tierd_engine.device.fences import Fence
-from tierd_engine.device.kernels import HostKernels
+from tierd_engine.device.kernels import HostKernels, PageKernels
 from tierd_engine.device.parts import Parts
 from tierd_engine.device.pinning import HostLimits, Pins
 from tierd_engine.device.split import Rates
@@ -51,8 +51,9 @@ class Rig:
     """Executors over a world and two hot blocks, the second of them half full."""
 
     def __init__(
-        self, world: World, device: FakeDevice, n: int, *, validity: Validity | None = None
-    ) -> None:
+        self, world: World, device: FakeDevice, n: int, *, validity: Validity | None = None,
+        kernels: PageKernels | None = None,
+    ) -> None:  # fmt: skip
         self.world, self.device, self.n = world, device, n
         geometry = world.geometry
         budget = 2 * hot_block_bytes(geometry)
@@ -62,7 +63,7 @@ class Rig:
         slot_bytes = world.layout.slot_bytes
         pins.add(world.slots.base, max(world.slots.count, 1) * slot_bytes, slot_bytes)
         self.executors = DeviceExecutors(
-            device, HostKernels(), geometry, HEADS, self.arena, world.reader,  # type: ignore[arg-type]
+            device, kernels or HostKernels(), geometry, HEADS, self.arena, world.reader,  # type: ignore[arg-type]
             pins, validity or Validity(), RATES, chunk_bytes=2 * slot_bytes,
         )  # fmt: skip
         self.below = world.warm_blocks + world.cold_blocks
