@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierd.client import Client, MappedSlab, SessionHandle
 from tierd.codec.layout import page_layout
-from tierd.types import CodecId
+from tierd.types import CodecId, Geometry
 from tierd_engine.agent import TransferAgent
 from tierd_engine.arena import HotArena
 from tierd_engine.attention.executors import Executors
@@ -47,11 +47,11 @@ class Workings:
         self._pinned: set[int] = set()
         self._encoder: DeviceEncoder | None = None
         blocks = geometry.blocks_for(max_tokens)
-        self.reader = ColdReader(StagingRing(page_layout(geometry, CodecId.RAW).slot_bytes))
         self.arena: HotArena
         self.executors: Executors | DeviceExecutors
         if rig is None:
             self.arena = HotArena(geometry, hot_budget_bytes, blocks_max=blocks)
+            self.reader = _reader(geometry)
             self.executors = Executors(
                 geometry, heads, self.arena, self.reader, self.reader.ring, require_valid
             )
@@ -61,20 +61,25 @@ class Workings:
         from tierd_engine.device.encoder import DeviceEncoder
         from tierd_engine.device.executors import DeviceExecutors
 
-        client.unmapping.append(self.forget_slabs)
         device, kernels = rig.device, rig.kernels
         arena = DeviceArena(device, geometry, hot_budget_bytes, blocks_max=blocks)
-        self.arena = arena
-        ring = self.reader.ring
-        self._pin(ring.base_address, ring.total_bytes, ring.chunk_bytes)
-        executors = DeviceExecutors(
-            device, kernels, geometry, heads, arena, self.reader, rig.pins, require_valid, rig.rates
-        )
+        self.arena, self.reader = arena, _reader(geometry)
+        try:
+            executors = DeviceExecutors(
+                device, kernels, geometry, heads, arena, self.reader, rig.pins, require_valid,
+                rig.rates,
+            )  # fmt: skip
+            self._encoder = DeviceEncoder(device, kernels, arena, executors.stager.demand)
+            ring = self.reader.ring
+            self._pin(ring.base_address, ring.total_bytes, ring.chunk_bytes)
+        except BaseException:
+            self.reader.close()  # the device's memory goes with the rig
+            raise
         self.executors = executors
-        self._encoder = DeviceEncoder(device, kernels, arena, executors.stager.demand)
         self.agent = TransferAgent(
             client, handle, arena, encode=self._encoder.encode, slab_of=self.slab
         )
+        client.unmapping.append(self.forget_slabs)
 
     def slab(self, slab_id: int) -> MappedSlab:
         """Return a slab, pinned where that is of use. As Client.slab."""
@@ -141,3 +146,7 @@ class Workings:
         if self._rig is not None:
             self._rig.pins.check_integrity()
             self._rig.device.check_integrity()
+
+
+def _reader(geometry: Geometry) -> ColdReader:
+    return ColdReader(StagingRing(page_layout(geometry, CodecId.RAW).slot_bytes))

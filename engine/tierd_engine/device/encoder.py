@@ -3,7 +3,7 @@
 Invariants:
   the copy-out stream and the staging are this object's alone
   a page is read only after the event of the kernel that wrote it
-  when `encode` has returned, the bytes are in the slots and nothing writes there any more
+  when `encode` has returned, or was interrupted, nothing writes to the slots any more
   a round's copies go after the copies that a running step waits for
 
 Encoding runs on the copy-out stream itself: it takes a hundredth of the copy's time, and the
@@ -18,6 +18,7 @@ import torch
 
 from tierd.codec import encode_pages
 from tierd.codec.layout import PageLayout
+from tierd.errors import DeviceFailed
 from tierd.types import CodecId
 from tierd.units import CACHE_LINE_BYTES, MIB, round_up
 from tierd_engine.attention.plan import IntArray
@@ -72,8 +73,19 @@ class DeviceEncoder:
         pages_max = min(self._staging.size_bytes // per_page, ROUND_PAGES_MAX) or 1
         for start in range(0, len(source), pages_max):
             part = slice(start, start + pages_max)
-            status[part] = self._round(source[part], target[part], layout)
+            try:
+                status[part] = self._round(source[part], target[part], layout)
+            except DeviceFailed:
+                raise
+            except BaseException:
+                self._end_round()
+                raise
         return status
+
+    def _end_round(self) -> None:
+        """Wait for what an interruption left under way: the slots are given back next."""
+        self._device.record(self._copied_out, self._stream, Fence.RECORD_OUT_ENDED)
+        self._device.wait_host(self._copied_out, ROUND_SECONDS, Fence.WAIT_OUT_ENDED)
 
     @property
     def _page_bytes(self) -> int:

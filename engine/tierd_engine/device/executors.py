@@ -223,8 +223,8 @@ class DeviceExecutors:
     def cancel(self) -> None:
         """Give a step up at any point; when this returns, no copy is left. Idempotent."""
         if self._running:
-            self._running = False
             self.stager.abandon()
+            self._running = False
 
     def _current(self) -> _Step:
         assert self._step is not None and self._running, "no step is running"

@@ -123,11 +123,9 @@ class NearLink:
 
     def close(self) -> None:
         """Give the buffers back, once what is on the near stream has run."""
-        for event, label in (
-            (self._query_down, Fence.WAIT_QUERY_DOWN),
-            (self._partial_up, Fence.WAIT_PARTIAL_UP),
-        ):
-            self._device.wait_host(event, QUERY_SECONDS, label)
+        ended = self._device.new_event("all that is on the near stream")
+        self._device.record(ended, self._stream, Fence.RECORD_NEAR_ENDED)
+        self._device.wait_host(ended, QUERY_SECONDS, Fence.WAIT_NEAR_ENDED)
         for buffer in (self._q, self._q_host, self._partial, self._partial_host):
             self._device.free(buffer)
 

@@ -21,6 +21,7 @@ from tierd_engine.device.exploring import explore_random
 from tierd_engine.device.fake import Chooser, FakeDevice, FirstChooser
 from tierd_engine.device.fences import Fence
 from tierd_engine.device.kernels import HostKernels
+from tierd_engine.device.port import Event, Stream
 from tierd_engine.device.stager import Stager, layer_pieces
 
 SEEDS = range(100)
@@ -29,6 +30,7 @@ FENCES = [
     Fence.RECORD_WRITTEN, Fence.WAIT_WRITTEN, Fence.RECORD_DEMAND, Fence.WAIT_DEMAND,
     Fence.RECORD_COPIED_OUT, Fence.WAIT_COPIED_OUT,
 ]  # fmt: skip
+INTERRUPT_FENCES = [Fence.RECORD_OUT_ENDED, Fence.WAIT_OUT_ENDED]
 
 
 def write_blocks(arena: HotArena, seed: int) -> list[int]:
@@ -118,6 +120,58 @@ def test_the_fences_are_those_and_the_stagers() -> None:
     labels = set(demote(FirstChooser()).labels)
     stagers = {Fence.RECORD_FILLED, Fence.WAIT_READ, Fence.RECORD_SETTLED, Fence.WAIT_SETTLED}
     assert labels - stagers == set(FENCES)
+
+
+class InterruptedDevice(FakeDevice):
+    """Raises once, as a user's interrupt would: after a copy, or where the host waits."""
+
+    at_copy = at_wait = False
+
+    def wait_host(self, event: Event, seconds: float, label: str) -> None:
+        if label == Fence.WAIT_COPIED_OUT and self.at_wait:
+            self.at_wait = False
+            raise KeyboardInterrupt
+        super().wait_host(event, seconds, label)
+
+    def copy_out(self, stream: Stream, source: int, target: int, size_bytes: int) -> None:
+        super().copy_out(stream, source, target, size_bytes)
+        if self.at_copy:
+            self.at_copy = False
+            raise KeyboardInterrupt
+
+
+def interrupt(chooser: Chooser, without: str | None = None) -> None:
+    """Interrupt a round; the slots are given back, and are another page's from then on."""
+    for where in ("at_copy", "at_wait"):
+        device = InterruptedDevice(chooser, without=without)
+        setattr(device, where, True)
+        interrupt_at(device)
+
+
+def interrupt_at(device: FakeDevice) -> None:
+    arena = DeviceArena(device, GEOMETRY, BLOCKS * hot_block_bytes(GEOMETRY), blocks_max=BLOCKS)
+    encoder = DeviceEncoder(device, HostKernels(), arena, device.new_event("no demand"))
+    slots = write_blocks(arena, seed=1)
+    layout = page_layout(GEOMETRY, CodecId.INT8)
+    warm = Slots(layout, BLOCKS * GEOMETRY.layers)
+    with pytest.raises(KeyboardInterrupt):
+        encoder.encode(addresses(arena, slots), targets(warm), layout)
+    warm.memory[:] = 7
+    device.host_access()
+    device.drain()
+    end = device.new_event("end")
+    device.record(end, encoder._stream, "end")
+    device.wait_host(end, 1.0, "end")
+    assert (warm.memory == 7).all(), "a copy landed in a slot that was given back"
+
+
+def test_an_interrupted_round_leaves_nothing_that_writes_to_slots() -> None:
+    assert explore_random(interrupt, range(30)) is None
+
+
+@pytest.mark.parametrize("fence", INTERRUPT_FENCES)
+def test_the_explorer_sees_each_fence_of_an_interruption_left_out(fence: Fence) -> None:
+    assert explore_random(lambda chooser: interrupt(chooser, fence), SEEDS) is not None
 
 
 def test_rounds_of_any_size_give_the_same() -> None:

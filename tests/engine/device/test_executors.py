@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.engine.device.test_encoder import FENCES as ENCODER_FENCES
+from tests.engine.device.test_encoder import INTERRUPT_FENCES
 from tests.engine.device.world import (
     GEOMETRY,
     HEADS,
@@ -31,6 +32,7 @@ from tierd_engine.device.exploring import RandomChooser, explore_random
 from tierd_engine.device.fake import Chooser, FakeDevice, FirstChooser
 from tierd_engine.device.fences import Fence
 from tierd_engine.device.kernels import HostKernels, PageKernels
+from tierd_engine.device.near import NearLink
 from tierd_engine.device.parts import Parts
 from tierd_engine.device.pinning import HostLimits, Pins
 from tierd_engine.device.split import Rates
@@ -44,6 +46,7 @@ STREAM_FENCES = [
     Fence.RECORD_FILLED, Fence.WAIT_FILLED, Fence.RECORD_READ, Fence.WAIT_READ,
     Fence.RECORD_COLD_COPIED, Fence.WAIT_COLD_COPIED, Fence.RECORD_SETTLED, Fence.WAIT_SETTLED,
 ]  # fmt: skip
+END_FENCES = [Fence.RECORD_NEAR_ENDED, Fence.WAIT_NEAR_ENDED]
 RATES = Rates(1.0, 1.0)
 
 
@@ -176,11 +179,33 @@ def test_the_explorer_sees_each_fence_left_out(fence: Fence) -> None:
 
 def test_the_fences_are_those_and_no_others() -> None:
     labels = set(run(FirstChooser()).device.labels)
-    assert labels - {Fence.RECORD_DEMAND, Fence.RECORD_WRITTEN} == {*STREAM_FENCES, *NEAR_FENCES}
+    others = {Fence.RECORD_DEMAND, Fence.RECORD_WRITTEN, *END_FENCES}
+    assert labels - others == {*STREAM_FENCES, *NEAR_FENCES}
 
 
 def test_every_fence_is_left_out_by_some_test() -> None:
-    assert {*STREAM_FENCES, *NEAR_FENCES, *ENCODER_FENCES} == set(Fence)
+    left_out = {*STREAM_FENCES, *NEAR_FENCES, *END_FENCES, *ENCODER_FENCES, *INTERRUPT_FENCES}
+    assert left_out == set(Fence)
+
+
+def ask_and_close(chooser: Chooser, without: str | None = None) -> None:
+    """Close a link whose question nobody answers, as a cancelled step leaves it."""
+    device = FakeDevice(chooser, without=without, follows=False)
+    near = NearLink(device, GEOMETRY, HEADS)
+    near.ask(random_q(1, 1))
+    near.close()
+    device.host_access()
+    device.drain()
+    end = device.new_event("end")
+    device.record(end, near._stream, "end")
+    device.wait_host(end, 1.0, "end")
+    device.check_integrity()
+
+
+@pytest.mark.parametrize("fence", [None, *END_FENCES])
+def test_nothing_is_freed_under_a_question(fence: Fence | None) -> None:
+    found = explore_random(lambda chooser: ask_and_close(chooser, fence), range(30))
+    assert (found is None) == (fence is None)
 
 
 def test_a_run_repeats_bit_for_bit_in_any_order() -> None:

@@ -9,13 +9,17 @@ import numpy as np
 import pytest
 
 from tests.engine.device.world import GEOMETRY, Validity, World
+from tierd.codec.layout import HEADER_BYTES, page_layout
 from tierd.errors import StaleGeneration
-from tierd.types import CodecId
+from tierd.types import CodecId, DType, Geometry
+from tierd.units import MIB
+from tierd_engine.attention.plan import LayerPlan, PageRun
 from tierd_engine.device.exploring import explore_all, explore_random
 from tierd_engine.device.fake import POISON, Chooser, FakeDevice, FirstChooser, bytes_at
 from tierd_engine.device.fences import Fence
 from tierd_engine.device.pinning import HostLimits, Pins
 from tierd_engine.device.stager import Piece, Staged, Stager, layer_pieces
+from tierd_engine.staging import RING_CHUNK_BYTES
 
 SEEDS = range(150)
 FENCES = [
@@ -168,6 +172,34 @@ def test_a_layers_pages_go_in_one_copy_where_blocks_lie_in_order() -> None:
     runs = layer_pieces(0, shuffled.layers[0], 1 << 20, lambda address: 1)[0].runs
     assert sum(run.count for run in runs) == 4 and len(runs) > 1
     assert explore_random(lambda c: step(c, world=shuffled), range(10)) is None
+
+
+@pytest.mark.parametrize(
+    ("geometry", "codec"),
+    [
+        (Geometry(32, 8, 128, DType.BFLOAT16), CodecId.INT8),
+        (Geometry(32, 8, 128, DType.BFLOAT16), CodecId.K8V4),
+        (Geometry(28, 4, 128, DType.BFLOAT16), CodecId.INT8),
+        (Geometry(30, 3, 64, DType.BFLOAT16), CodecId.INT8),
+    ],
+    ids=["Llama int8", "Llama k8v4", "Qwen2 int8", "SmolLM2 int8"],
+)
+def test_a_copy_takes_a_mebibyte_and_more_of_a_long_context(
+    geometry: Geometry, codec: CodecId
+) -> None:
+    """128k tokens, demoted in order into slabs of 64 MiB, a block's layers side by side."""
+    layout = page_layout(geometry, codec)
+    per_slab = 64 * MIB // layout.slot_bytes
+    slots = np.arange(512) * geometry.layers + 3  # of layer 3
+    slab, slot = slots // per_slab, slots % per_slab
+    bases = (1 << 40) + slab.astype(np.int64) * (1 << 32)
+    addresses = bases + slot * layout.slot_bytes + HEADER_BYTES
+    tokens = np.full(512, geometry.block_tokens, np.int32)
+    plan = LayerPlan((PageRun(layout, addresses, tokens),), ())
+    pieces = layer_pieces(3, plan, RING_CHUNK_BYTES, lambda address: address >> 32)
+    runs = [run for piece in pieces for run in piece.runs]
+    assert sum(run.count for run in runs) == 512
+    assert 512 * layout.payload_bytes / len(runs) >= MIB
 
 
 def test_pageable_memory_gives_the_same() -> None:
