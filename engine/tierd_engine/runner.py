@@ -29,7 +29,13 @@ from tierd.layercodecs import layer_codecs, parse_codec_choice
 from tierd.types import CodecId, DType, Namespace, SessionState
 from tierd_engine import hf
 from tierd_engine.attention.plan import PlanMode
-from tierd_engine.device.opening import DeviceName, DeviceRig, open_rig, resolve_device
+from tierd_engine.device.opening import (
+    DeviceName,
+    DeviceRig,
+    open_rig,
+    resolve_device,
+    what_is_missing,
+)
 from tierd_engine.fidelity import compare_with_own_cache
 from tierd_engine.generator import Generator
 from tierd_engine.guard import QualityGuard
@@ -290,6 +296,8 @@ def use_all_cores() -> None:
 def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
     """Run a prepared job against the daemon at `socket` and return its report."""
     use_all_cores()
+    if job.spec.device == DeviceName.AUTO and torch.cuda.is_available() and what_is_missing():
+        events.note(f"the GPU is not used: {what_is_missing()}")
     events.working("loading the model")
     model = hf.load_model(job.folder, job.config, job.dtype)
     apply_weights(model, Weights.parse(job.spec.weights))

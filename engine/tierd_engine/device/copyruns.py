@@ -40,7 +40,7 @@ class SlotRun:
 def slot_runs(
     addresses: Sequence[int], pieces: Sequence[int], slot_bytes: int
 ) -> tuple[SlotRun, ...]:
-    """Return the fewest runs that take slots in this order. `pieces`: see Pins.piece_of."""
+    """Return the fewest runs that take slots in this order. `pieces`: see Pins.pieces_of."""
     runs: list[SlotRun] = []
     start = 0
     while start < len(addresses):

@@ -130,7 +130,7 @@ class DeviceExecutors:
             counts = near_pages([len(run.addresses) for run in layer_plan.warm], share)
             pieces.append(
                 layer_pieces(
-                    layer, layer_plan, self.stager.chunk_bytes, self._pins.piece_of, counts
+                    layer, layer_plan, self.stager.chunk_bytes, self._pins.pieces_of, counts
                 )
             )
             near.append(_near_runs(layer_plan, counts))

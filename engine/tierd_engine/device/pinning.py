@@ -6,20 +6,24 @@ Invariants:
   a region added n times is unpinned by the n-th `remove`, or by `close`
 
 A copy must not cross from one piece to the next (the driver refuses it), so each piece
-holds whole slots, and `piece_of` tells a copy where to end.
+holds whole slots, and `pieces_of` tells a copy where to end.
 """
 
 from __future__ import annotations
 
 import resource
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from tierd.errors import DeviceFailed
 from tierd.units import MIB, SECTOR_BYTES, format_size
 from tierd_engine.device.port import Device
+
+IntArray = npt.NDArray[np.int64]
 
 # A slab of 64 MiB is one piece: pages of a layer lie far apart in it, and one copy takes them
 # together only inside a piece. Pinning one takes some 10 ms: no step is longer held up.
@@ -161,16 +165,23 @@ class Pins:
             )
         return f"{format_size(needed)} of warm tier are not pinned: {error}; give a smaller --warm"
 
-    def piece_of(self, address: int) -> int:
-        """Return a number that is equal for two slots iff one copy may take both.
+    def pieces_of(self, addresses: IntArray) -> IntArray:
+        """Return a number for each slot, equal for two of them iff one copy may take both.
 
         It is the address of their piece; of memory never added, 0.
         """
-        for start, size in self._sizes.items():
-            if start <= address < start + size:
-                piece = self._piece_bytes[start] if self._pieces[start] else size
-                return start + (address - start) // piece * piece
-        return 0
+        if not self._sizes:
+            return np.zeros_like(addresses)
+        starts = np.array(sorted(self._sizes), dtype=np.int64)
+        sizes = np.array([self._sizes[start] for start in starts.tolist()], dtype=np.int64)
+        pieces = np.array([self._copy_bytes(start) for start in starts.tolist()], dtype=np.int64)
+        at = np.maximum(np.searchsorted(starts, addresses, side="right") - 1, 0)
+        offsets = addresses - starts[at]
+        is_inside = (offsets >= 0) & (offsets < sizes[at])
+        return np.where(is_inside, starts[at] + offsets // pieces[at] * pieces[at], 0)
+
+    def _copy_bytes(self, address: int) -> int:
+        return self._piece_bytes[address] if self._pieces[address] else self._sizes[address]
 
     def remove(self, address: int) -> None:
         """Give a region up; its last user's unpins it. No copy of it may be left then.
@@ -208,16 +219,3 @@ class Pins:
             pinned = sum(piece for _, piece in self._pieces[address])
             assert pinned in (0, size), f"{address=:#x} {pinned=} of {size=}"
         assert self._sizes.keys() == self._pieces.keys() == self._piece_bytes.keys()
-
-
-def require_settings(limits: HostLimits, needed_bytes: int) -> Mapping[str, str]:
-    """Return what a check of the host should say before a job: setting -> what is too small.
-
-    Empty where `needed_bytes` can be pinned as far as can be told without trying.
-    """
-    found = {}
-    if limits.memlock_bytes is not None and needed_bytes > limits.memlock_bytes:
-        found["RLIMIT_MEMLOCK"] = format_size(limits.memlock_bytes)
-    if limits.cgroup_bytes is not None and needed_bytes > limits.cgroup_bytes * _CGROUP_SHARE:
-        found["memory.max"] = format_size(limits.cgroup_bytes)
-    return found

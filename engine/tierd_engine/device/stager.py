@@ -66,22 +66,24 @@ def layer_pieces(
     layer: int,
     plan: LayerPlan,
     chunk_bytes: int,
-    piece_of: Callable[[int], int],
+    pieces_of: Callable[[IntArray], IntArray],
     near: Sequence[int] = (),
 ) -> tuple[Piece, ...]:
     """Return what of a layer's pages goes through the ring, in the plan's order.
 
-    `near`: how many pages of each warm run, the first ones, do not. `piece_of`: see Pins.
+    `near`: how many pages of each warm run, the first ones, do not. `pieces_of`: see Pins.
     """
     pieces = []
     for number, run in enumerate(plan.warm):
         skipped = near[number] if near else 0
         slots: IntArray = run.addresses[skipped:] - HEADER_BYTES
+        numbers = pieces_of(slots)
         per_chunk = chunk_bytes // run.layout.slot_bytes
         for start in range(0, len(slots), per_chunk):
-            part = slots[start : start + per_chunk].tolist()
-            runs = slot_runs(part, [piece_of(slot) for slot in part], run.layout.slot_bytes)
-            pieces.append(Piece(layer, run.layout, len(part), runs))
+            part = slice(start, start + per_chunk)
+            addresses = slots[part].tolist()
+            runs = slot_runs(addresses, numbers[part].tolist(), run.layout.slot_bytes)
+            pieces.append(Piece(layer, run.layout, len(addresses), runs))
     for unit in plan.cold:
         pieces.append(Piece(layer, unit.layout, len(unit.pages), ()))
     return tuple(pieces)

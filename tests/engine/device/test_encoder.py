@@ -73,7 +73,7 @@ def demote(
         staging_bytes=staging_pages * arena.layout.payload_bytes,
     )  # fmt: skip
     slots = write_blocks(arena, seed=1)
-    pieces = layer_pieces(0, world.layers[0], stager.chunk_bytes, lambda address: 0)
+    pieces = layer_pieces(0, world.layers[0], stager.chunk_bytes, np.zeros_like)
     stager.begin(pieces)
     in_flight = stager.counts.copies
     layout = page_layout(GEOMETRY, codec)

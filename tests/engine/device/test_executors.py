@@ -28,13 +28,14 @@ from tierd_engine.attention.operator import attend_reference
 from tierd_engine.attention.plan import PlanMode, StepPlan
 from tierd_engine.device.arena import DeviceArena
 from tierd_engine.device.executors import DeviceExecutors
-from tierd_engine.device.exploring import RandomChooser, explore_random
+from tierd_engine.device.exploring import RandomChooser, explore_all, explore_random
 from tierd_engine.device.fake import Chooser, FakeDevice, FirstChooser
 from tierd_engine.device.fences import Fence
 from tierd_engine.device.kernels import HostKernels, PageKernels
 from tierd_engine.device.near import NearLink
-from tierd_engine.device.parts import Parts
+from tierd_engine.device.parts import Part, Parts
 from tierd_engine.device.pinning import HostLimits, Pins
+from tierd_engine.device.port import Event
 from tierd_engine.device.split import Rates
 
 SEEDS = range(100)
@@ -221,6 +222,54 @@ def test_a_run_repeats_bit_for_bit_in_any_order() -> None:
         rig.executors.cancel()
         rig.close()
     assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+class WatchingDevice(FakeDevice):
+    """Counts the kernels that wait on the compute stream while the host waits for q."""
+
+    kernels: list[int]
+
+    def wait_host(self, event: Event, seconds: float, label: str) -> None:
+        if label == Fence.WAIT_QUERY_DOWN:
+            self.kernels.append(sum(work.run is not None for work in self.compute.queue))
+        super().wait_host(event, seconds, label)
+
+
+def test_hot_and_streamed_pages_are_on_the_device_while_the_cpu_attends() -> None:
+    device = WatchingDevice(FirstChooser(), follows=False)
+    device.kernels = []
+    rig = Rig(World(cold_blocks=0), device, 1)
+    rig.compare(rig.step(PlanMode.AUTO))
+    # q's copy, the hot pages, and two pieces for the three pages that are streamed.
+    assert device.kernels[0] >= 4 and len(device.kernels) == GEOMETRY.layers
+    rig.close()
+
+
+def ask_twice(chooser: Chooser, without: str | None = None) -> None:
+    """Two layers' questions to the CPU; the second q is made after the first answer."""
+    device = FakeDevice(chooser, without=without, follows=False, torn_copies=False)
+    world = World(cold_blocks=0)
+    near = NearLink(device, GEOMETRY, HEADS)
+    parts = [Part(torch.full((1, 1, HEADS, D), torch.nan), torch.zeros(1, 1, HEADS))] * 2
+    queries = [random_q(layer, 1) for layer in range(2)]
+    outs: list[np.ndarray] = []
+    for layer, q in enumerate(queries):
+        near.ask(q)
+        near.answer(1, world.layers[layer].warm, SCALE, parts[layer])
+        o = parts[layer].o
+        device.launch(device.compute, lambda o=o: outs.append(o[0].numpy().copy()))  # type: ignore[misc]
+    device.drain()
+    for layer, q in enumerate(queries):
+        expected = attend_reference(q.double().numpy(), *world.keys_values(layer), SCALE).o
+        np.testing.assert_allclose(outs[layer], expected, atol=2e-5)
+    near.close()
+
+
+def test_two_questions_are_right_in_every_order() -> None:
+    explored = explore_all(ask_twice, 2000)
+    assert explored.found is None and explored.is_all
+    for fence in NEAR_FENCES:
+        assert explore_all(lambda c, fence=fence: ask_twice(c, fence), 2000).found, fence  # type: ignore[misc]
 
 
 def test_auto_takes_the_rates_share_for_the_cpu() -> None:

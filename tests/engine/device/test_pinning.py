@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tierd.errors import DeviceFailed
@@ -14,7 +15,6 @@ from tierd_engine.device.pinning import (
     HostLimits,
     Pins,
     read_limits,
-    require_settings,
 )
 
 FREE = HostLimits(None, None)
@@ -28,10 +28,11 @@ def test_a_region_is_pinned_in_pieces_of_whole_slots() -> None:
     assert pins.add(1 << 30, slots * SLOT, SLOT)
     assert pins.pinned_bytes == device.registered_bytes == slots * SLOT
     edge = PIECE_BYTES // SLOT
-    pieces = {pins.piece_of((1 << 30) + slot * SLOT) for slot in range(slots)}
-    assert pieces == {1 << 30, (1 << 30) + edge * SLOT}
-    assert pins.piece_of((1 << 30) + edge * SLOT - 1) == 1 << 30
-    assert pins.piece_of((1 << 30) - 1) == 0
+    addresses = (1 << 30) + np.arange(slots, dtype=np.int64) * SLOT
+    pieces = pins.pieces_of(addresses).tolist()
+    assert pieces == [1 << 30] * edge + [(1 << 30) + edge * SLOT] * (slots - edge)
+    around = np.array([0, (1 << 30) - 1, (1 << 30) + slots * SLOT], np.int64)
+    assert pins.pieces_of(around).tolist() == [0, 0, 0]
     assert pins.add(1 << 30, slots * SLOT, SLOT), "added twice is added once"
     pins.check_integrity()
     pins.close()
@@ -93,9 +94,3 @@ def test_limits_are_the_tightest_around_the_process(tmp_path: Path) -> None:
     assert read_limits(proc, groups).cgroup_bytes == 5000
     (proc / "status").write_text("CapEff:\t0000000000004000\n")
     assert read_limits(proc, groups).memlock_bytes is None, "CAP_IPC_LOCK lifts it"
-
-
-def test_a_check_before_the_job_names_what_is_too_small() -> None:
-    limits = HostLimits(64 * MIB, 100 * MIB)
-    assert require_settings(limits, 32 * MIB) == {}
-    assert set(require_settings(limits, 95 * MIB)) == {"RLIMIT_MEMLOCK", "memory.max"}

@@ -52,7 +52,7 @@ def step(
     pieces = [
         piece
         for layer, plan in enumerate(world.layers)
-        for piece in layer_pieces(layer, plan, stager.chunk_bytes, pins.piece_of)
+        for piece in layer_pieces(layer, plan, stager.chunk_bytes, pins.pieces_of)
     ]
     for _ in range(steps):
         read: list[list[bytes]] = []
@@ -126,7 +126,7 @@ def test_a_slot_given_away_during_the_step_ends_it_and_leaves_no_copy() -> None:
     device, world = FakeDevice(), World()
     validity = Validity()
     stager = Stager(device, world.reader, world.layout.slot_bytes, validity)  # type: ignore[arg-type]
-    pieces = layer_pieces(0, world.layers[0], stager.chunk_bytes, lambda address: 0)
+    pieces = layer_pieces(0, world.layers[0], stager.chunk_bytes, np.zeros_like)
     stager.begin(pieces)
     for _ in pieces:
         stager.take()
@@ -146,7 +146,7 @@ def test_a_step_may_be_abandoned_anywhere(taken: int) -> None:
         device, world.reader, world.layout.slot_bytes, Validity(),  # type: ignore[arg-type]
         chunk_bytes=world.layout.slot_bytes,
     )  # fmt: skip
-    pieces = layer_pieces(0, world.layers[0], 2 * world.layout.slot_bytes, lambda address: 0)
+    pieces = layer_pieces(0, world.layers[0], 2 * world.layout.slot_bytes, np.zeros_like)
     pieces = tuple(piece for piece in pieces if not piece.is_cold)
     stager = Stager(device, world.reader, 0, Validity(), chunk_bytes=stager.chunk_bytes * 2)  # type: ignore[arg-type]
     stager.begin(pieces)
@@ -164,12 +164,12 @@ def test_a_step_may_be_abandoned_anywhere(taken: int) -> None:
 
 def test_a_layers_pages_go_in_one_copy_where_blocks_lie_in_order() -> None:
     world = World(warm_blocks=4, cold_blocks=0, codec=CodecId.INT8)
-    pieces = layer_pieces(1, world.layers[1], 1 << 20, lambda address: 1)
+    pieces = layer_pieces(1, world.layers[1], 1 << 20, np.ones_like)
     assert [[(run.count, run.stride) for run in piece.runs] for piece in pieces] == [
         [(4, 2 * world.layout.slot_bytes)]
     ]
     shuffled = World(warm_blocks=4, cold_blocks=0, order=[2, 0, 1, 3])
-    runs = layer_pieces(0, shuffled.layers[0], 1 << 20, lambda address: 1)[0].runs
+    runs = layer_pieces(0, shuffled.layers[0], 1 << 20, np.ones_like)[0].runs
     assert sum(run.count for run in runs) == 4 and len(runs) > 1
     assert explore_random(lambda c: step(c, world=shuffled), range(10)) is None
 
@@ -196,7 +196,7 @@ def test_a_copy_takes_a_mebibyte_and_more_of_a_long_context(
     addresses = bases + slot * layout.slot_bytes + HEADER_BYTES
     tokens = np.full(512, geometry.block_tokens, np.int32)
     plan = LayerPlan((PageRun(layout, addresses, tokens),), ())
-    pieces = layer_pieces(3, plan, RING_CHUNK_BYTES, lambda address: address >> 32)
+    pieces = layer_pieces(3, plan, RING_CHUNK_BYTES, lambda addresses: addresses >> 32)
     runs = [run for piece in pieces for run in piece.runs]
     assert sum(run.count for run in runs) == 512
     assert 512 * layout.payload_bytes / len(runs) >= MIB

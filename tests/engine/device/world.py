@@ -17,7 +17,7 @@ from tierd.codec.layout import HEADER_BYTES, PageLayout, page_layout
 from tierd.types import CodecId, DType, Geometry
 from tierd_engine.attention.plan import LayerPlan, PageRun, StepPlan
 from tierd_engine.coldread import ColdPage, ColdUnit
-from tierd_engine.device.fake import POISON, FakeDevice, bytes_at
+from tierd_engine.device.fake import POISON, bytes_at
 
 TOKENS, D, HEADS = 16, 16, 2
 GEOMETRY = Geometry(layers=2, kv_heads=1, head_dim=D, dtype=DType.FLOAT32, block_tokens=TOKENS)
@@ -102,7 +102,6 @@ class World:
     codec: CodecId = CodecId.RAW
     warm_blocks: int = 5
     cold_blocks: int = 3
-    hot_blocks: int = 0
     geometry: Geometry = GEOMETRY
     unit_pages: int = 2
     order: list[int] = field(default_factory=list)
@@ -145,7 +144,7 @@ class World:
         """The bytes of a page, where no copy was made yet."""
         return bytes_at(int(self.pages[layer].addresses[block]), self.layout.payload_bytes)
 
-    def plan(self, hot: StepPlan | None = None) -> StepPlan:
+    def plan(self) -> StepPlan:
         """Return a plan over warm and cold, without hot blocks."""
         layers = len(self.layers)
         return StepPlan(
@@ -165,10 +164,3 @@ def random_q(seed: int, n: int, dtype: torch.dtype = torch.float32) -> torch.Ten
     """Return queries [n, HEADS, D]."""
     rng = np.random.default_rng(seed)
     return torch.from_numpy(rng.standard_normal((n, HEADS, D)).astype("f4")).to(dtype)
-
-
-def left_over(device: FakeDevice) -> int:
-    """Let everything run; return what never could."""
-    device.host_access()
-    device.follow(device.compute)
-    return device.pending
