@@ -87,7 +87,8 @@ class Batch:
 
     def _is_sound(self, number: int) -> bool:
         try:
-            verify_slot(self.moves[number].warm, self._headers[number])
+            # With its device digest, which the index does not keep: the slot there gets it too.
+            self._headers[number] = verify_slot(self.moves[number].warm, self._headers[number])
         except PageDamaged as error:
             self.errors[number] = error
         return self.errors[number] is None
