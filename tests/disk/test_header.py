@@ -120,8 +120,8 @@ def test_any_other_bytes_are_no_header(data) -> None:
     [(0, b"X"), (8, b"\0"), (8, b"\3"), (12, b"\1"), (44, b"\0"), (44, b"\6"), (45, b"\0"),
      (45, b"\4"), (46, b"\1"), (112, b"\1"), (119, b"\1"), (120, b"\1"), (4087, b"\1")],
     ids=["magic", "version 0", "version 3", "reserved word", "no codec", "codec to come",
-         "dtype 0", "dtype 4", "reserved half", "digest of version 2", "its last byte", "first of padding",
-         "last of padding"],
+         "dtype 0", "dtype 4", "reserved half", "digest of version 2", "its last byte",
+         "first of padding", "last of padding"],
 )  # fmt: skip
 def test_what_this_version_does_not_know_is_refused_though_its_checksum_matches(
     offset, value
