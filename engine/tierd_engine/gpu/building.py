@@ -27,7 +27,7 @@ from tierd_engine.gpu.attending import attend_kernel
 from tierd_engine.gpu.decoding import decode_kernel
 from tierd_engine.gpu.digesting import digest_kernel
 from tierd_engine.gpu.elements import EXACT, FUSED
-from tierd_engine.gpu.encoding import encode_kernel
+from tierd_engine.gpu.encoding import ENCODE, encode_kernel
 from tierd_engine.gpu.merging import MERGE, merge_kernel
 from tierd_engine.gpu.shapes import call_shape, padded, page_shape, warps_of
 
@@ -113,9 +113,8 @@ def kernels_of(model: Model, queries: tuple[int, ...] = QUERIES) -> Iterator[Ker
     for codec in CODECS:
         layout = page_layout(geometry, codec)
         page = page_shape(layout)
-        yield Kernel(
-            f"encode {codec.name.lower()}", encode_kernel, ("*i64", "*i64", "*i32", page), EXACT
-        )
+        arguments = ("*i64", "*i64", "*i32", page)
+        yield Kernel(f"encode {codec.name.lower()}", encode_kernel, arguments, ENCODE)
         for to in sorted({model.dtype, DType.FLOAT32}):
             arguments = ("*i64", "*i64", "*i64", "i32", page, to.value)
             yield Kernel(f"decode {codec.name.lower()} to {to}", decode_kernel, arguments, EXACT)
@@ -160,7 +159,7 @@ def build(kernel: Kernel, capability: int) -> Build:
         kernel.name, capability, shared_bytes=compiled.metadata.shared,
         cubin_bytes=len(compiled.asm["cubin"]),
         loose=tuple(sorted(set(_LOOSE.findall(compiled.asm["ptx"])))),
-        must_be_exact=kernel.options is EXACT,
+        must_be_exact=not kernel.options["enable_fp_fusion"],
         **{name: int(_found(pattern, said.getvalue())) for name, pattern in _RESOURCES.items()},
     )  # fmt: skip
 
