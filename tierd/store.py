@@ -320,10 +320,10 @@ class Store:
             self._release(demotion)
             raise StaleGeneration(f"demotion {reservation} was revoked; its pages are not kept")
         self.demotions.settle(demotion)
-        for (key, place), *both in zip(
+        for (key, place), digest, device_digest in zip(
             plan.pages(), page_digests, page_device_digests, strict=True
         ):
-            self.placement.publish(session, key, place, *both)
+            self.placement.publish(session, key, place, digest, device_digest)
         session.index.bump()
         self._touch(session)
         self.counts["demotions"] += len(page_digests)

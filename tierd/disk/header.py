@@ -132,7 +132,8 @@ def verify_slot(buffer: memoryview, expected: SlotHeader) -> SlotHeader:
     Raises PageDamaged with the reason.
     """
     stored = slice(HEADER_BYTES, HEADER_BYTES + expected.stored_bytes)
-    likely = replace(expected, device_digest=_device_digest_in(buffer))
+    found = _device_digest_in(buffer)
+    likely = expected if found is None else replace(expected, device_digest=found)
     if (
         bytes(buffer[:HEADER_BYTES]) == likely.pack()
         and xxhash.xxh3_128_digest(buffer[stored]) == expected.payload_digest
