@@ -23,7 +23,7 @@ import torch
 
 from tierd.client import Client, SessionHandle
 from tierd.codec.layout import PageLayout, page_layout
-from tierd.disk.header import SlotHeader, verify_slot
+from tierd.disk.header import SlotHeader, slot_check
 from tierd.errors import HotBudgetExceeded, InvalidArgument, PageMiss, StaleGeneration
 from tierd.memory.pagetable import PageTableView
 from tierd.types import CodecId, Geometry, Namespace, Tier
@@ -391,7 +391,7 @@ class SessionKV:
         )
         return ColdPage(
             layer, block, self.client.slab(slab).fd, slot * layout.slot_bytes,
-            partial(verify_slot, expected=expected),
+            slot_check(expected),
         )  # fmt: skip
 
     # -- loss, suspension, end ----------------------------------------------

@@ -9,7 +9,15 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.disk.header import HEADER_BYTES, SlotHeader, verify_header, verify_slot
+from tierd.disk.header import (
+    HEADER_BYTES,
+    SlotHeader,
+    device_digest_in,
+    slot_check,
+    verify_header,
+    verify_slot,
+    with_device_digest,
+)
 from tierd.errors import PageDamaged
 from tierd.types import CodecId, DType
 
@@ -85,6 +93,14 @@ def test_a_device_digest_stands_behind_what_version_1_has_and_makes_it_version_2
     assert SlotHeader.unpack(dataclasses.replace(HEADER, device_digest=0).pack()).device_digest == 0
 
 
+@given(headers, U64)
+def test_a_packed_header_is_given_a_device_digest(header, digest) -> None:
+    packed = with_device_digest(header.pack(), digest)
+    assert packed == dataclasses.replace(header, device_digest=digest).pack()
+    assert device_digest_in(packed) == digest
+    assert device_digest_in(header.pack()) == header.device_digest
+
+
 def test_packing_leaves_the_payload_alone() -> None:
     slot = slot_of(HEADER)
     HEADER.pack_into(slot)
@@ -145,13 +161,20 @@ def test_a_whole_slot_is_verified_with_its_digest_known_or_not(header) -> None:
 @both_versions
 def test_each_bit_of_a_slots_header_is_guarded(header) -> None:
     slot = slot_of(header)
+    checks = [
+        lambda buffer: verify_slot(buffer, HEADER),
+        lambda buffer: verify_header(buffer, HEADER),
+        slot_check(dataclasses.replace(HEADER, payload_digest=b"")),
+    ]
+    for check in checks:
+        check(slot)
     for bit in range(0, HEADER_BYTES * 8):
         if 130 * 8 < bit < 4080 * 8 and bit % 97:
             continue
         slot[bit // 8] ^= 1 << bit % 8
-        for check in (verify_slot, verify_header):
+        for check in checks:
             with pytest.raises(PageDamaged):
-                check(slot, HEADER)
+                check(slot)
         slot[bit // 8] ^= 1 << bit % 8
 
 

@@ -16,11 +16,12 @@ their own; words past the payload's end are 0:
 
 Sums are of integers, so blocks may be added in any order, by any number of threads.
 
-Bound: for keys drawn at random the top 32 of 64 bits of such a sum over 32-bit words are strongly
-universal (there, theorem 1), so two different payloads meet in a lane with probability 2^-32. A
-block that differs meets in both lanes with 2^-64; else two differing lists of u, or two sizes, meet
-in both lanes with 2^-64: together 2^-63. The keys are fixed, and known: this finds what a disk, a
-link or a bug did, nobody's forgery. Beside it xxh3-128 stays the name of the bytes.
+Bound: for keys drawn at random, of a sum of K = 64 bits over words of L = 32 the upper K - L + 1
+bits are strongly universal, as is proven there; so two lists of words meet in the upper 32 of a
+lane with probability 2^-32. Two different blocks meet in both lanes with 2^-64; if they do not, two
+different lists of u, or two sizes, do with 2^-64: together 2^-63. The keys are fixed, and known:
+this finds what a disk, a link or a bug did, nobody's forgery. Beside it xxh3-128 stays the name of
+the bytes.
 
 It is made where a page is encoded, by an engine whose GPU checks what it reads: there it is one
 pass over bytes that are in VRAM anyway. An engine without a GPU makes none: it would cost 13 % more

@@ -22,6 +22,7 @@ says which fields there are. A tierd that knows version 1 alone refuses the othe
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import xxhash
@@ -36,9 +37,10 @@ _VERSION, _VERSION_WITH_DEVICE_DIGEST = 1, 2
 _FIELDS = struct.Struct("<8sII16sIIIBBHQII16sQQ16sQ")
 _START = struct.Struct("<8sI")
 _DEVICE_DIGEST = struct.Struct("<Q")
-_DEVICE_DIGEST_OFFSET = _FIELDS.size - _DEVICE_DIGEST.size
-_CHECKSUM_OFFSET = HEADER_BYTES - 8
-_PADDING = bytes(_CHECKSUM_OFFSET - _FIELDS.size)
+CHECKSUM_OFFSET = HEADER_BYTES - 8
+_DIGEST_OFFSET = 96
+_DEVICE_DIGEST_OFFSET = 112
+_PADDING = bytes(CHECKSUM_OFFSET - _FIELDS.size)
 _DTYPES = {DType.FLOAT32: 1, DType.BFLOAT16: 2, DType.FLOAT16: 3}
 _CODECS = frozenset(int(codec) for codec in CodecId if codec is not CodecId.NONE)
 _DTYPE_OF = {number: dtype for dtype, number in _DTYPES.items()}
@@ -94,8 +96,8 @@ class SlotHeader:
         view = memoryview(buffer)[:HEADER_BYTES]
         if len(view) < HEADER_BYTES:
             raise _damaged("the header is cut short")
-        stored = int.from_bytes(view[_CHECKSUM_OFFSET:], "little")
-        if xxhash.xxh3_64_intdigest(view[:_CHECKSUM_OFFSET]) != stored:
+        stored = int.from_bytes(view[CHECKSUM_OFFSET:], "little")
+        if xxhash.xxh3_64_intdigest(view[:CHECKSUM_OFFSET]) != stored:
             raise _damaged("the header's checksum does not match")
         (
             magic, version, zero, store_uuid, slab, slot, generation, codec, dtype, zero2, session,
@@ -107,7 +109,7 @@ class SlotHeader:
         has_device_digest = version == _VERSION_WITH_DEVICE_DIGEST
         if device_digest and not has_device_digest:
             raise _damaged("the header's reserved bytes are not zero")
-        if zero or zero2 or view[_FIELDS.size : _CHECKSUM_OFFSET].tobytes() != _PADDING:
+        if zero or zero2 or view[_FIELDS.size : CHECKSUM_OFFSET].tobytes() != _PADDING:
             raise _damaged("the header's reserved bytes are not zero")
         if dtype not in _DTYPE_OF or codec not in _CODECS:
             raise _damaged(f"unknown codec {codec} or dtype {dtype}")
@@ -132,7 +134,7 @@ def verify_slot(buffer: memoryview, expected: SlotHeader) -> SlotHeader:
     Raises PageDamaged with the reason.
     """
     stored = slice(HEADER_BYTES, HEADER_BYTES + expected.stored_bytes)
-    found = _device_digest_in(buffer)
+    found = device_digest_in(buffer)
     likely = expected if found is None else replace(expected, device_digest=found)
     if (
         bytes(buffer[:HEADER_BYTES]) == likely.pack()
@@ -163,13 +165,47 @@ def verify_header(buffer: memoryview, expected: SlotHeader) -> SlotHeader:
     return header
 
 
-def _device_digest_in(buffer: memoryview) -> int | None:
+def slot_check(expected: SlotHeader) -> Callable[[memoryview], None]:
+    """Return `verify_slot` for a slot that is read again and again, its digest not known.
+
+    It raises PageDamaged. What does not change from read to read is made once.
+    """
+    with_device_digest = replace(expected, device_digest=0)
+    starts = tuple(header.pack()[:_DIGEST_OFFSET] for header in (expected, with_device_digest))
+    payload = slice(HEADER_BYTES, HEADER_BYTES + expected.stored_bytes)
+    digest = slice(_DIGEST_OFFSET, _DIGEST_OFFSET + len(expected.store_uuid))
+
+    def check(buffer: memoryview) -> None:
+        header = buffer[:HEADER_BYTES].tobytes()
+        checksum = xxhash.xxh3_64_intdigest(memoryview(header)[:CHECKSUM_OFFSET])
+        if not (
+            header.startswith(starts)
+            and header.endswith(checksum.to_bytes(8, "little"))
+            and xxhash.xxh3_128_digest(buffer[payload]) == header[digest]
+        ):
+            verify_slot(buffer, expected)  # slower, and finds the reason
+
+    return check
+
+
+def device_digest_in(buffer: memoryview | bytes) -> int | None:
+    """Return the device digest that the start of a slot names, unchecked; None without one."""
     if len(buffer) < HEADER_BYTES:
         return None
     if _START.unpack_from(buffer) != (_MAGIC, _VERSION_WITH_DEVICE_DIGEST):
         return None
     digest: int = _DEVICE_DIGEST.unpack_from(buffer, _DEVICE_DIGEST_OFFSET)[0]
     return digest
+
+
+def with_device_digest(packed: bytes, digest: int) -> bytes:
+    """Return a packed header as it is with this device digest."""
+    header = bytearray(packed)
+    _START.pack_into(header, 0, _MAGIC, _VERSION_WITH_DEVICE_DIGEST)
+    _DEVICE_DIGEST.pack_into(header, _DEVICE_DIGEST_OFFSET, digest)
+    checksum = xxhash.xxh3_64_intdigest(memoryview(header)[:CHECKSUM_OFFSET])
+    header[CHECKSUM_OFFSET:] = checksum.to_bytes(8, "little")
+    return bytes(header)
 
 
 def _damaged_page(expected: SlotHeader, reason: str) -> PageDamaged:
