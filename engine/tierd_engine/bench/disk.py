@@ -68,6 +68,7 @@ class DiskRow:
     total_bytes: int
     rounds: int
     tool: str
+    load: float
     write_bytes_per_second: float
     write_limit_bytes_per_second: float
     read_bytes_per_second: float
@@ -76,7 +77,6 @@ class DiskRow:
     read_ratio: float
     write_checksum_cost: float
     read_checksum_cost: float
-    load: float
 
     @property
     def holds(self) -> bool:
@@ -231,10 +231,10 @@ def _bench(folder: Path, model: str, total_bytes: int, rounds: int) -> DiskRow:
                 written, write_limit, read, read_limit, written / write_limit, read / read_limit,
                 1 - written / bare_written, 1 - read / bare_read,
             ))  # fmt: skip
-        medians = (statistics.median(side) for side in zip(*found, strict=True))
+        speeds = [statistics.median(side) for side in zip(*found, strict=True)]
         return DiskRow(
             model, rig.layout.slot_bytes, io_bytes, LANES, rig.total_bytes, rounds, limit.tool,
-            *medians, load=os.getloadavg()[0],
+            os.getloadavg()[0], *speeds,
         )  # fmt: skip
 
 
