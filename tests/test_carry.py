@@ -5,6 +5,7 @@ import pytest
 from tests.rig import INT8_SLOT, LAYERS, Rig
 from tierd.carry import Batch
 from tierd.codec.layout import HEADER_BYTES
+from tierd.disk.header import SlotHeader, with_device_digest
 from tierd.disk.memory import MemoryDisk
 from tierd.disk.posix import PosixDisk
 from tierd.errors import PageDamaged, StorageError, StorageFull
@@ -87,6 +88,33 @@ def test_a_write_that_never_reached_the_disk_is_found():
     written[place.slot * INT8_SLOT : (place.slot + 1) * INT8_SLOT] = bytes(INT8_SLOT)
     batch, _ = carry(rig, keys, Tier.WARM)
     assert isinstance(batch.errors[0], PageDamaged)
+
+
+class StaleOnce(MemoryDisk):
+    """Gives other bytes at the first read of `stale`'s place, as a disk's cache may."""
+
+    stale: bytes | None = None
+
+    def scatter(self, handle, offset, buffers) -> None:
+        super().scatter(handle, offset, buffers)
+        if self.stale is not None:
+            buffers[0][: len(self.stale)] = self.stale
+            self.stale = None
+
+
+def test_a_device_digest_of_bytes_that_were_read_wrong_is_not_kept():
+    rig = Rig(disk=StaleOnce())
+    _, keys = demoted(rig)
+    rig.move(keys, Tier.COLD)
+    moves = rig.store.traffic.begin_moves(keys, Tier.WARM)
+    written = bytes(next(iter(rig.disk.files.values())))
+    other = written[moves[0].source.slot * INT8_SLOT :][:HEADER_BYTES]
+    rig.disk.stale = with_device_digest(other, 7)[: HEADER_BYTES - 1] + b"?"
+    batch = Batch(moves, Tier.WARM, rig.store.placement, rig.clock, 1e9)
+    batch.carry()
+    assert batch.errors == [None, None] and rig.disk.stale is None
+    for move in moves:
+        assert SlotHeader.unpack(move.warm).device_digest is None
 
 
 class CountingDisk(MemoryDisk):

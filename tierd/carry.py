@@ -19,7 +19,7 @@ import xxhash
 
 from tierd.clock import Clock
 from tierd.codec.layout import HEADER_BYTES
-from tierd.disk.header import verify_slot
+from tierd.disk.header import device_digest_in, verify_slot, with_device_digest
 from tierd.disk.headerrows import as_bytes, fill_rows, header_rows, place_rows
 from tierd.errors import PageDamaged, StorageError, StorageFull
 from tierd.placement import Move, Placement, pool_key
@@ -107,18 +107,23 @@ class Batch:
         """Say whether the slot in memory is the page as it was at its source, header and all."""
         move, start = self.moves[number], number * HEADER_BYTES
         payload = move.warm[HEADER_BYTES : HEADER_BYTES + self._stored_bytes[number]]
-        if (
-            move.warm[:HEADER_BYTES].tobytes() == self._here[start : start + HEADER_BYTES]
-            and xxhash.xxh3_128_digest(payload) == move.digest
-        ):
-            return True  # nearly always; what follows is slower, and finds the reason
-        try:
-            verify_slot(
-                move.warm, self._header_of(move.session, move.key, move.source, move.digest)
-            )
-        except PageDamaged as error:
-            self.errors[number] = error
-        return self.errors[number] is None
+        found, here = move.warm[:HEADER_BYTES].tobytes(), self._here[start : start + HEADER_BYTES]
+        device_digest = device_digest_in(found)
+        if device_digest is not None:
+            here = with_device_digest(here, device_digest)
+        if found != here or xxhash.xxh3_128_digest(payload) != move.digest:
+            try:  # seldom, and slower; it finds the reason
+                verify_slot(
+                    move.warm, self._header_of(move.session, move.key, move.source, move.digest)
+                )
+            except PageDamaged as error:
+                self.errors[number] = error
+                return False
+        if device_digest is not None:
+            # The index does not keep it: the slot there has it from the slot here.
+            there = self._header_there(number)
+            there[:] = with_device_digest(there.tobytes(), device_digest)
+        return True
 
     def _write(self, run: list[int]) -> None:
         buffers = []

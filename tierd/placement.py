@@ -25,7 +25,7 @@ Invariants, per pool:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -224,9 +224,12 @@ class Placement:
             pools.trim(namespaces)
 
     # -- pages --------------------------------------------------------------------
-    def publish(self, session: Session, key: PageKey, place: Place, digest: bytes) -> None:
+    def publish(
+        self, session: Session, key: PageKey, place: Place, digest: bytes,
+        device_digest: int | None = None,
+    ) -> None:  # fmt: skip
         """Make a reserved slot with its payload the page's: header, commit, then the index."""
-        header = self.header(session, key, place, digest)
+        header = replace(self.header(session, key, place, digest), device_digest=device_digest)
         header.pack_into(self._warm_slot(session, place)[:HEADER_BYTES])
         self.pool(place.tier, session, place.codec).commit([place])
         session.index.set(key.layer, key.block, Page(place, digest))
