@@ -83,9 +83,10 @@ class RowProduct:
         self._reads = Reads(np.array([weights.data_ptr()], dtype=np.int64), self._bytes)
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Return whether x [..., width] has few rows, of our dtype, and no gradient is wanted."""
+        """Return whether x [..., width] has few rows, in RAM, and no gradient is wanted."""
         rows = x.numel() // self._width
-        return 0 < rows <= FEW_ROWS_MAX and x.dtype == self.dtype and not torch.is_grad_enabled()
+        is_ours = x.dtype == self.dtype and x.is_cpu
+        return is_ours and 0 < rows <= FEW_ROWS_MAX and not torch.is_grad_enabled()
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the product [..., outputs] for x that is taken; `weights`: where they are now."""

@@ -103,3 +103,9 @@ def test_layers_are_replaced_where_they_are_linear_and_of_a_dtype_that_fits():
     assert replace_linears(model) == 2
     assert replace_linears(model) == 0
     assert isinstance(model[0], FewRowsLinear) and isinstance(model[2][0], FewRowsLinear)
+
+
+def test_rows_that_are_not_in_ram_are_left_to_pytorch():
+    layer = make(64, 32, torch.float32).to("meta")
+    with torch.inference_mode():
+        assert layer(torch.empty(1, 64, device="meta")).shape == (1, 32)
