@@ -1,6 +1,7 @@
 """The flusher: group commit. What was copied to cold becomes findable only when the ledger says so.
 
     copied → recorded → flushed → published
+                        flushed → written down once more → suspended
 
 A flush takes in all that was recorded before it: the moves of several batches,
 drops, and the sessions that wait to be durable. One runs at a time, in a lane;
@@ -18,16 +19,26 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tierd.disk.slabfiles import SlabFiles
 from tierd.disk.volatile import LedgerPort
 from tierd.errors import StorageError
 from tierd.lanes import Lanes
 from tierd.placement import Move
+from tierd.sessions import Session
 
 # A record that no move waits for (a page dropped, a slab added) waits this long at most.
 LINGER_SECONDS = 0.02
 SNAPSHOT_AGAIN_SECONDS = 10.0  # a disk without room for one gets a try so often
+
+
+class Suspending(Protocol):
+    """Who waits for a session to be durable."""
+
+    @property
+    def session(self) -> Session:
+        """The session."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +46,7 @@ class Group:
     """What one flush makes durable, and what came of it."""
 
     moves: list[Move] = field(default_factory=list)
-    waiters: list[object] = field(default_factory=list)
+    waiters: list[Suspending] = field(default_factory=list)
     recorded: list[asyncio.Future[None]] = field(default_factory=list)
     error: StorageError | None = None
     began_seconds: float = 0.0
@@ -62,12 +73,13 @@ class Flusher:
         self._flushed_seconds = 0.0
         self._snapshot_after_seconds = -math.inf
         self.snapshot_error = ""
+        self.manifest_error = ""
 
     def add(self, moves: Sequence[Move]) -> None:
         """Take moves whose bytes are in cold and in the ledger's hands."""
         self._next.moves.extend(moves)
 
-    def add_waiter(self, waiter: object) -> None:
+    def add_waiter(self, waiter: Suspending) -> None:
         """Let the next group be synced; `waiter` comes back with it."""
         self._next.waiters.append(waiter)
 
@@ -120,6 +132,13 @@ class Flusher:
         except StorageError as error:
             group.error = error
             return
+        for waiter in group.waiters:
+            try:
+                self._ledger.keep(waiter.session.number)
+            except StorageError as error:  # durable all the same: one copy less is no refusal
+                self.manifest_error = str(error)
+            else:
+                self.manifest_error = ""
         if self._ledger.snapshot_due and group.began_seconds >= self._snapshot_after_seconds:
             try:
                 self._ledger.snapshot()

@@ -78,7 +78,7 @@ class Keeper:
             self._clock.monotonic(),
             dormant=True,
         )
-        if record.token_ids or record.state == PARKED:
+        if record.kept:
             session.keep(record.token_ids, record.sealed_blocks)
         return session
 

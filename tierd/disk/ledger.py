@@ -18,9 +18,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tierd.disk import journal as journals
+from tierd.disk import manifest as manifests
 from tierd.disk import snapshot as snapshots
 from tierd.disk.image import Image, Occupancy
 from tierd.disk.journal import Journal
@@ -94,6 +96,8 @@ class Ledger:
         self._mutex = threading.Lock()  # image, buffer, ids
         self._io = threading.Lock()  # the journal's end
         self._snapshot_io = threading.Lock()
+        self._manifests = dict(found.manifests.sizes)  # bytes by session; under `_io`
+        self._unkept: set[int] = set()  # sessions whose manifest goes after the next flush
 
     @classmethod
     def open(
@@ -129,6 +133,7 @@ class Ledger:
         """Start the epoch's segment: what may not be durable, then what recovery left out."""
         self._journal.begin(found.tail)
         self._reserve(self.epoch, self._image.slab_limit)
+        self._say_again(found.manifests)
         pruned = found.pruned
         for session, keys in pruned.drops:
             self._drop_keys(session, keys)
@@ -147,6 +152,18 @@ class Ledger:
         self._drop_covered()
         with contextlib.suppress(StorageError):
             self._quarantine_log.find()
+
+    def _say_again(self, found: manifests.FoundManifests) -> None:
+        """Say what lost frames had said, as far as manifests know it."""
+        known = {slab.slab for slab in self._image.slabs.values()}
+        for newer in found.newer:
+            self.drop_session(newer.session.number)
+            for slab in newer.slabs:
+                if slab.slab in known:  # else it is gone: pruning has noted that
+                    self.add_slab(slab)
+            self.put_session(newer.session)
+            self.commit(newer.rows)
+        self._unkept.clear()
 
     def _reserve(self, epoch: int, slab_limit: int) -> None:
         end = self._journal.durable
@@ -220,7 +237,35 @@ class Ledger:
 
     def drop_session(self, number: int) -> None:
         """Forget a session and its pages."""
-        self._say([[Kind.DROP_SESSION, number]])
+        with self._mutex:
+            self._append([[Kind.DROP_SESSION, number]])
+            self._unkept.add(number)
+
+    def keep(self, number: int) -> None:
+        """Write down once more what is kept of a session, for when the journal is lost.
+
+        Blocking; to be called after the flush(sync=True) that made it durable. Raises
+        StorageFull, StorageError: it is durable all the same, and is then written down once.
+        """
+        with self._io:
+            with self._mutex:
+                record = self._image.sessions.get(number)
+                rows, slabs = self._image.rows_of_session(number), dict(self._image.slabs)
+                stamp = (self.epoch, self._journal.durable)
+            if record is None or not record.kept:
+                return
+            self._manifests.pop(number, None)
+            manifest = manifests.manifest_of(replace(record, state="parked"), rows, slabs)
+            self._manifests[number] = manifests.write_manifest(
+                self._disk, manifest, store_uuid=self.store_uuid, stamp=stamp
+            )
+
+    @property
+    def unmanifested(self) -> list[int]:
+        """The kept sessions that are written down once only."""
+        with self._mutex:
+            kept = [number for number, record in self._image.sessions.items() if record.kept]
+        return [number for number in kept if number not in self._manifests]
 
     # -- the buffer ---------------------------------------------------------------
     def _say(self, records: Sequence[Record]) -> None:
@@ -275,6 +320,7 @@ class Ledger:
             records, size_bytes = self._buffer, self._buffer_bytes
             self._buffer, self._buffer_bytes = [], 0
             lines, self._lines = self._lines, []
+            unkept, self._unkept = self._unkept, set()
             limit = self._image.slab_limit
             seen = self._image.copy() if copy else None, self._records
         try:
@@ -285,6 +331,10 @@ class Ledger:
         except StorageError as error:
             self._take_back(records, size_bytes, error)
             raise
+        for number in unkept & self._manifests.keys():
+            # If this is lost by a crash, the next start sees that nobody needs it.
+            del self._manifests[number]
+            self._disk.remove(manifests.manifest_name(number))
         if sync:
             self._slab_limit_durable = limit
         if lines:
@@ -372,8 +422,8 @@ class Ledger:
     def metadata_bytes(self) -> int:
         """Return the bytes of all files but the slabs, for the tier's byte cap."""
         files = sum(snapshot.size_bytes for snapshot in self._snapshots)
-        log = self._quarantine_log.size_bytes
-        return SUPERBLOCK_BYTES + self._journal.size_bytes + files + log
+        files += sum(self._manifests.values()) + self._quarantine_log.size_bytes
+        return SUPERBLOCK_BYTES + self._journal.size_bytes + files
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless image, buffer and journal agree."""

@@ -69,6 +69,11 @@ class SessionRecord:
     token_ids: bytes = b""
     sealed_blocks: int = 0
 
+    @property
+    def kept(self) -> bool:
+        """Whether it was ever suspended: an engine's end takes nothing of that."""
+        return bool(self.token_ids) or self.state == "parked"
+
 
 def page_keys(rows: Rows) -> Keys:
     """Return the keys, uint64 [rows]."""
