@@ -23,7 +23,7 @@ from typing import Protocol
 
 from tierd.disk.slabfiles import SlabFiles
 from tierd.disk.volatile import LedgerPort
-from tierd.errors import StorageError
+from tierd.errors import StorageError, StorageFull
 from tierd.lanes import Lanes
 from tierd.placement import Move
 from tierd.sessions import Session
@@ -31,6 +31,7 @@ from tierd.sessions import Session
 # A record that no move waits for (a page dropped, a slab added) waits this long at most.
 LINGER_SECONDS = 0.02
 SNAPSHOT_AGAIN_SECONDS = 10.0  # a disk without room for one gets a try so often
+START_AGAIN_SECONDS = 1.0  # so does one without room for this start's journal
 
 
 class Suspending(Protocol):
@@ -104,24 +105,38 @@ class Flusher:
 
     def begin(self, now_seconds: float) -> bool:
         """Begin a flush if one is due; say whether it did. A lane must be free."""
-        if self._flying is not None or self._ledger.failed:
+        if self._flying is not None:
             return False
+        if self._ledger.failed:
+            return self._begin_start(now_seconds)
         idle = now_seconds >= self._flushed_seconds + LINGER_SECONDS
         snapshot = self._ledger.snapshot_due and now_seconds >= self._snapshot_after_seconds
         lingering = idle and (self._ledger.dirty or snapshot)
         if not (self._next.is_wanted or lingering):
             return False
         group, self._next = self._next, Group()
+        self._fly(group, now_seconds)
+        return True
+
+    def _fly(self, group: Group, now_seconds: float) -> None:
         group.began_seconds = self._flushed_seconds = now_seconds
         self._flying = group
         self._lanes.begin(lambda: self._flush(group), lambda: self._land(group))
-        return True
+
+    def _begin_start(self, now_seconds: float) -> bool:
+        """Try whether the disk has room by now for what the ledger needs to begin."""
+        again = now_seconds >= self._flushed_seconds + START_AGAIN_SECONDS
+        if self._ledger.waiting and again:
+            self._fly(Group(), now_seconds)
+            return True
+        return False
 
     def refuse(self) -> None:
-        """Hand back what waits, with the reason: the ledger has failed for good."""
+        """Hand back what waits, with the reason: the ledger has failed, or waits for space."""
         if self._ledger.failed and self._next.is_wanted:
             group, self._next = self._next, Group()
-            group.error = StorageError(self._ledger.failed)
+            kind = StorageFull if self._ledger.waiting else StorageError
+            group.error = kind(self._ledger.failed)
             self._landed.append(group)
 
     def _flush(self, group: Group) -> None:
@@ -130,7 +145,8 @@ class Flusher:
                 self._files.sync()
             self._ledger.flush(sync=bool(group.waiters))
         except StorageError as error:
-            group.error = error
+            if group.is_wanted or not self._ledger.waiting:
+                group.error = error
             return
         for waiter in group.waiters:
             try:

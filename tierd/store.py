@@ -28,6 +28,7 @@ from tierd.errors import (
     LayoutMismatch,
     NotFound,
     StaleGeneration,
+    StorageFull,
 )
 from tierd.hints import DEADLINE_SECONDS_MAX, Hint, HintBook, Wish
 from tierd.keeping import Keeper
@@ -167,9 +168,12 @@ class Store:
         `token_ids`: uint32 little endian, at least those of the sealed blocks.
         Call `finish_suspend` once `keeper.unbacked` is empty and a flush with
         `sync` has returned; a store that is not durable may do so at once.
-        Raises NotFound, InvalidArgument, PageMiss (names the first page missing).
+        Raises NotFound, InvalidArgument, PageMiss (names the first page missing),
+        StorageFull (the disk had no room at the start, and has none yet).
         """
         session = self.session(number, engine_id=engine_id)
+        if self.ledger.waiting:
+            raise StorageFull(f"the cold tier keeps nothing now: {self.ledger.waiting}")
         session.check_suspendable(token_ids, sealed_blocks)
         for demotion in self.demotions.of_session(session):
             self._release(demotion)

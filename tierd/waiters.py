@@ -17,6 +17,7 @@ from tierd.errors import (
     DeadlineExceeded,
     InvalidArgument,
     StorageError,
+    StorageFull,
     TierdError,
     TierFull,
 )
@@ -134,7 +135,8 @@ class Waiters:
             if not waiter.lasts or waiter.answer.done():
                 self.end_park(waiter, DaemonUnavailable("the engine has left the session"))
             elif ledger.failed:
-                self.end_park(waiter, StorageError(f"cold takes no more: {ledger.failed}"))
+                kind = StorageFull if ledger.waiting else StorageError
+                self.end_park(waiter, kind(f"cold takes no more: {ledger.failed}"))
             elif now_seconds >= waiter.deadline_seconds:
                 self.end_park(waiter, DeadlineExceeded(self._why_not_kept(waiter.session)))
 

@@ -25,7 +25,7 @@ from tierd.units import SECTOR_BYTES
 FOLDERS = ("journal", "kept", "slab", "snap")
 # A name may end in .tmp while its file is not whole yet: rename makes it count.
 _NAME = re.compile(
-    r"(superblock|quarantine\.log|(journal|slab)/[0-9a-f]{8}|(kept|snap)/[0-9a-f]{16})(\.tmp)?"
+    r"(superblock(\.spare)?|quarantine\.log|(journal|slab)/[0-9a-f]{8}|(kept|snap)/[0-9a-f]{16})(\.tmp)?"
 )
 
 

@@ -37,7 +37,15 @@ from tierd.disk.frames import (
 from tierd.disk.image import Image
 from tierd.disk.journal import Segment
 from tierd.disk.ports import FOLDERS, DiskPort
-from tierd.disk.records import unpack_records
+from tierd.disk.records import (
+    Kind,
+    Record,
+    commit_records,
+    drop_records,
+    session_records,
+    slab_items,
+    unpack_records,
+)
 from tierd.disk.snapshot import SnapshotFile
 from tierd.disk.window import Window
 from tierd.errors import NotFound, StorageError
@@ -76,6 +84,7 @@ class Recovered:
     fresh: bool  # nothing was there
     store_uuid: bytes
     epoch: int  # highest seen
+    superblock: superblock.Superblock
     next_slab: int
     image: Image
     end: Link  # of what is known to be durable
@@ -190,8 +199,8 @@ class _Recovery:
             self._note(pruned, slabs)
             self._note_stale(manifests)
         return Recovered(
-            self.fresh, self.store_uuid, self.epoch, self._next_slab(found, slabs), self.image,
-            self.proven,
+            self.fresh, self.store_uuid, self.epoch, found, self._next_slab(found, slabs),
+            self.image, self.proven,
             [payload for _, payload in self.tail if payload], segments, self.next_segment,
             snapshots, self.leftovers, pruned, manifests, self.report,
         )  # fmt: skip
@@ -437,3 +446,25 @@ def _opened(disk: DiskPort, name: str) -> Iterator[tuple[int, int]]:
         yield handle, disk.size_bytes(handle) // SECTOR_BYTES * SECTOR_BYTES
     finally:
         disk.release(handle)
+
+
+def first_words(found: Recovered, part_bytes: int) -> list[Record]:
+    """Return what the ledger says first: what recovery has put into the image, and taken out."""
+    records: list[Record] = []
+    known = found.image.slabs
+    for newer in found.manifests.newer:
+        records.append([Kind.DROP_SESSION, newer.session.number])
+        # A slab that is not known any more is gone: pruning has noted that.
+        here = [slab for slab in newer.slabs if slab.slab in known]
+        records += [[Kind.SLAB, *slab_items(slab)] for slab in here]
+        records += session_records(newer.session, part_bytes)
+        records += commit_records(newer.rows, part_bytes)
+    pruned = found.pruned
+    for session, keys in pruned.drops:
+        records += drop_records(session, keys, part_bytes)
+    records += [[Kind.DROP_SESSION, session] for session in pruned.orphans]
+    for record in pruned.cut:
+        records += session_records(record, part_bytes)
+    records += [[Kind.TRUNCATE, session, block] for session, block in pruned.truncated]
+    records += [[Kind.DROP_SLAB, slab] for slab in pruned.missing_slabs]
+    return records

@@ -37,6 +37,10 @@ class LedgerPort(Protocol):
         """Why it takes no more records, or ""."""
 
     @property
+    def waiting(self) -> str:
+        """Why it takes no records yet: the disk is full, and each flush tries again; or ""."""
+
+    @property
     def dirty(self) -> bool:
         """Whether records wait for a flush."""
 
@@ -110,6 +114,7 @@ class VolatileLedger:
 
     durable = False
     failed = ""
+    waiting = ""
     dirty = False
     snapshot_due = False
     epoch = 1
