@@ -55,6 +55,9 @@ from tierd.units import SECTOR_BYTES, format_size
 
 _COLD_FREE_SHARE = 0.9  # of the free space, where no cap is set: the rest stays for others
 SEGMENTS_RESERVED = 5
+# Of the cap's 1/64 that is for snapshots, three take 132 bytes a page of 12 KiB: 1/93. A manifest
+# has 44 bytes a page and the token ids: 1/280 and a little.
+MANIFESTS_PER_CAP = 210
 SEGMENT_BYTES_MIN = 64 << 10
 _START_SECONDS, _STOP_SECONDS = 10.0, 10.0  # an embedded daemon's; it starts in well under one
 _SCRAPE_SECONDS = 2.0
@@ -140,6 +143,7 @@ class Daemon:
                     clock=clock,
                     segment_bytes=segment_bytes,
                     patient=True,
+                    manifest_bytes_max=cap_bytes // MANIFESTS_PER_CAP,
                 )
             except StorageFull as error:
                 needed_bytes = segment_bytes + SUPERBLOCK_BYTES

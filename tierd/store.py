@@ -102,7 +102,6 @@ class Store:
         session = self.book.new(namespace, self.clock.monotonic())
         session.give(engine_id, max_tokens, self.placement.epochs.now)
         self.book.add(session)
-        self.keeper.record(session)
         return session
 
     def resume_session(
@@ -305,6 +304,8 @@ class Store:
             first = block_codecs(victims[0], page_codecs)
             raise no_room(self.placement, session, first, len(victims))
         session.page_codecs = page_codecs
+        if not session.recorded:
+            self.keeper.record(session)
         return self.demotions.lend(engine_id, session, chosen, self.clock.monotonic())
 
     def commit(self, engine_id: int, reservation: int, digests: bytes) -> None:

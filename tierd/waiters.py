@@ -175,6 +175,11 @@ class Waiters:
             return f"no room in warm: the cold disk fails: {self.trouble}"
         if retired:
             return f"no room in warm: {retired} bytes wait for engines to end their steps"
+        if held_seconds := self._store.keeper.claims_seconds:
+            return (
+                f"no room in warm: for {held_seconds:.0f} s more its slots are held for engines "
+                "of before the restart"
+            )
         kept_bytes = self._store.keeper.kept_bytes()
         kept = f": kept sessions hold {format_size(kept_bytes)} of it" if kept_bytes else ""
         return f"no room in warm, and nothing in it can be spilled: the cold tier is full{kept}"

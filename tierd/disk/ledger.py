@@ -102,6 +102,7 @@ class Ledger:
         self._io = threading.Lock()  # the journal's end
         self._snapshot_io = threading.Lock()
         self._manifests = dict(found.manifests.sizes)  # bytes by session; under `_io`
+        self._manifest_bytes_max = 2**63
         self._unkept: set[int] = set()  # sessions whose manifest goes after the next flush
 
     @classmethod
@@ -114,13 +115,15 @@ class Ledger:
         segment_bytes: int = journals.SEGMENT_BYTES,
         strict: bool = True,
         patient: bool = False,
+        manifest_bytes_max: int = 2**63,
     ) -> Ledger:
         """Recover what the disk holds, or begin a new store; `recovery` says what was found.
 
         `new_uuid` makes the 16 bytes of a new store's name. `segment_bytes`: a
         multiple of 4 KiB, at least 64 KiB. `strict`: refuse what is sound and
         not understood. `patient`: where the disk is too full to begin, wait: all can be
-        looked at, and each flush tries once more. Raises StorageError (no superblock that
+        looked at, and each flush tries once more. `manifest_bytes_max`: of all manifests
+        together; those that do not fit are not written. Raises StorageError (no superblock that
         can be trusted beside data; a disk that fails), StorageFull (for a new store always).
         """
         found = recover(disk, new_uuid=new_uuid, clock=clock, strict=strict)
@@ -129,6 +132,7 @@ class Ledger:
             write_superblock(disk, Superblock(found.store_uuid, 1, found.next_slab, 0))
             found.epoch = 1
         ledger = cls(disk, found, segment_bytes)
+        ledger._manifest_bytes_max = manifest_bytes_max
         ledger._say(first_words(found, ledger._part_bytes))
         try:
             ledger._start()
@@ -258,8 +262,9 @@ class Ledger:
             self._manifests.pop(number, None)
             manifest = manifests.manifest_of(replace(record, state="parked"), rows, slabs)
             self._manifests[number] = manifests.write_manifest(
-                self._disk, manifest, store_uuid=self.store_uuid, stamp=stamp
-            )
+                self._disk, manifest, store_uuid=self.store_uuid, stamp=stamp,
+                bytes_max=self._manifest_bytes_max - sum(self._manifests.values()),
+            )  # fmt: skip
 
     @property
     def unmanifested(self) -> list[int]:

@@ -40,7 +40,7 @@ from tierd.disk.records import (
     slab_of,
 )
 from tierd.disk.superblock import TEMPORARY
-from tierd.errors import StorageError
+from tierd.errors import StorageError, StorageFull
 from tierd.types import SlabRecord
 from tierd.units import SECTOR_BYTES, round_up
 
@@ -119,9 +119,14 @@ def manifest_of(record: SessionRecord, rows: Rows, slabs: Mapping[int, SlabRecor
 
 
 def write_manifest(
-    disk: DiskPort, manifest: Manifest, *, store_uuid: bytes, stamp: tuple[int, int]
+    disk: DiskPort,
+    manifest: Manifest,
+    *,
+    store_uuid: bytes,
+    stamp: tuple[int, int],
+    bytes_max: int = _BODY_BYTES_MAX,
 ) -> int:
-    """Write a manifest durably over the session's older one; return its bytes.
+    """Write a manifest durably over the session's older one; return its bytes, `bytes_max` at most.
 
     Raises StorageFull, StorageError: then there is none of this session.
     """
@@ -136,6 +141,8 @@ def write_manifest(
     buffer[: SECTOR_BYTES + len(body)] = header.pack() + body
     disk.remove(name + TEMPORARY)
     try:
+        if header.size_bytes > bytes_max:
+            raise StorageFull(f"{name} needs {header.size_bytes} bytes, and has {bytes_max}")
         _write_whole(disk, name + TEMPORARY, memoryview(buffer))
         disk.rename(name + TEMPORARY, name)
         disk.sync_folder(FOLDER)

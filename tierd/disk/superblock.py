@@ -121,7 +121,11 @@ def write_superblock(disk: DiskPort, superblock: Superblock) -> None:
     disk.release(handle)
     disk.rename(SPARE, NAME)
     with contextlib.suppress(StorageError):
-        disk.release(disk.create(SPARE, SUPERBLOCK_BYTES))
+        spare = disk.create(SPARE, SUPERBLOCK_BYTES)
+        try:
+            disk.sync(spare)
+        finally:
+            disk.release(spare)
     disk.sync_folder("")
 
 
