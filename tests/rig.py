@@ -27,7 +27,7 @@ from tierd.disk.volatile import VolatileLedger
 from tierd.errors import StorageError
 from tierd.memory.epochs import EpochWriter
 from tierd.memory.memfd import Mapping, create_memfd
-from tierd.memory.slabs import MemfdBacking
+from tierd.memory.slabmemory import MemfdBacking
 from tierd.mover import Mover
 from tierd.pools import TierParts
 from tierd.sessions import Session
@@ -193,7 +193,7 @@ class Rig:
         """Carry pages to a tier, here and now."""
         if to is Tier.COLD:
             keys = [key for key in keys if not self.store.traffic.fall_back(key)]
-        moves = [self.store.traffic.begin_move(key, to) for key in keys]
+        moves = self.store.traffic.begin_moves(keys, to)
         held = [move for move in moves if move is not None]
         assert len(held) == len(moves), "no room"
         batch = Batch(held, to, self.store.placement, self.clock, 1e9)

@@ -5,6 +5,7 @@ import pytest
 from tests.rig import INT8_SLOT, LAYERS, Rig
 from tierd.carry import Batch
 from tierd.codec.layout import HEADER_BYTES
+from tierd.disk.header import SlotHeader, with_device_digest
 from tierd.disk.memory import MemoryDisk
 from tierd.disk.posix import PosixDisk
 from tierd.errors import PageDamaged, StorageError, StorageFull
@@ -21,7 +22,7 @@ def demoted(rig: Rig):
 
 
 def carry(rig: Rig, keys: list[PageKey], to: Tier) -> tuple[Batch, list[Move]]:
-    moves = [rig.store.traffic.begin_move(key, to) for key in keys]
+    moves = rig.store.traffic.begin_moves(keys, to)
     batch = Batch(moves, to, rig.store.placement, rig.clock, 1e9)
     batch.carry()
     return batch, moves
@@ -44,7 +45,7 @@ def test_bytes_go_through_a_real_file_and_back(tmp_path):
 def test_a_damaged_warm_page_is_not_written_and_the_others_are():
     rig = Rig()
     _, keys = demoted(rig)
-    moves = [rig.store.traffic.begin_move(key, Tier.COLD) for key in keys]
+    moves = rig.store.traffic.begin_moves(keys, Tier.COLD)
     moves[0].warm[HEADER_BYTES + 7] ^= 1
     batch = Batch(moves, Tier.COLD, rig.store.placement, rig.clock, 1e9)
     batch.carry()
@@ -87,6 +88,33 @@ def test_a_write_that_never_reached_the_disk_is_found():
     written[place.slot * INT8_SLOT : (place.slot + 1) * INT8_SLOT] = bytes(INT8_SLOT)
     batch, _ = carry(rig, keys, Tier.WARM)
     assert isinstance(batch.errors[0], PageDamaged)
+
+
+class StaleOnce(MemoryDisk):
+    """Gives other bytes at the first read of `stale`'s place, as a disk's cache may."""
+
+    stale: bytes | None = None
+
+    def scatter(self, handle, offset, buffers) -> None:
+        super().scatter(handle, offset, buffers)
+        if self.stale is not None:
+            buffers[0][: len(self.stale)] = self.stale
+            self.stale = None
+
+
+def test_a_device_digest_of_bytes_that_were_read_wrong_is_not_kept():
+    rig = Rig(disk=StaleOnce())
+    _, keys = demoted(rig)
+    rig.move(keys, Tier.COLD)
+    moves = rig.store.traffic.begin_moves(keys, Tier.WARM)
+    written = bytes(next(iter(rig.disk.files.values())))
+    other = written[moves[0].source.slot * INT8_SLOT :][:HEADER_BYTES]
+    rig.disk.stale = with_device_digest(other, 7)[: HEADER_BYTES - 1] + b"?"
+    batch = Batch(moves, Tier.WARM, rig.store.placement, rig.clock, 1e9)
+    batch.carry()
+    assert batch.errors == [None, None] and rig.disk.stale is None
+    for move in moves:
+        assert SlotHeader.unpack(move.warm).device_digest is None
 
 
 class CountingDisk(MemoryDisk):
@@ -145,7 +173,7 @@ def test_an_io_is_as_large_as_it_must_be_and_no_larger(monkeypatch):
 def test_a_damaged_page_parts_its_neighbours_and_is_not_written():
     rig = Rig(disk=CountingDisk())
     _, keys = stored(rig, 2)
-    moves = [rig.store.traffic.begin_move(key, Tier.COLD) for key in keys]
+    moves = rig.store.traffic.begin_moves(keys, Tier.COLD)
     moves[1].warm[HEADER_BYTES] ^= 1
     batch = Batch(moves, Tier.COLD, rig.store.placement, rig.clock, 1e9)
     batch.carry()

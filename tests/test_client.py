@@ -1,5 +1,6 @@
 """The client against a real daemon in this process: sessions, pages, typed errors, deadlines."""
 
+import ctypes
 import subprocess
 import sys
 import threading
@@ -91,15 +92,17 @@ def test_the_header_in_the_slot_says_which_page_it_is(
     client: Client, handle: SessionHandle
 ) -> None:
     plan = handle.plan_demotion([4], 1)
-    handle.commit(plan, write_pages(client, plan))
+    given = np.array([[3, 2**64 - 1]], np.uint64)
+    with pytest.raises(InvalidArgument, match="device digests"):
+        handle.commit(plan, write_pages(client, plan), given[:, :1])
+    handle.commit(plan, write_pages(client, plan), given)
     slab = client.slab(int(plan.slab[0, 1]))
-    import ctypes
-
     start = slab.address + int(plan.slot[0, 1]) * slab.slot_bytes
     header = SlotHeader.unpack(ctypes.string_at(start, 4096))
     assert (header.session, header.layer, header.block) == (handle.number, 1, 4)
     assert header.store_uuid == handle.store_uuid
     assert header.namespace_digest == INT8.digest()
+    assert header.device_digest == given[0, 1]
 
 
 def test_an_aborted_plan_gives_its_slots_back(client: Client, handle: SessionHandle) -> None:

@@ -56,6 +56,33 @@ def test_commit_writes_the_header_of_each_page(rig):
     assert header.namespace_digest == INT8.digest()
 
 
+def test_device_digests_stand_in_the_headers_and_come_back_from_disk(rig):
+    session = rig.session()
+    planned = plan(rig, session, [4])
+    digests = rig.write(session, planned)
+    given = [2**64 - 1, 7]
+    for wrong in (bytes(8), bytes(17), bytes(24)):
+        with pytest.raises(InvalidArgument, match="device digests"):
+            rig.store.commit(1, planned.reservation, digests, wrong)
+    rig.store.commit(1, planned.reservation, digests, np.array(given, "<u8").tobytes())
+    keys = [PageKey(session.number, layer, 4) for layer in range(LAYERS)]
+
+    def found() -> list[int | None]:
+        mapping = rig.store.placement.warm_memory.mapping
+        places = [session.index.get(layer, 4).place for layer in range(LAYERS)]
+        starts = [(mapping(p.slab).buffer, p.slot * INT8_SLOT) for p in places]
+        return [SlotHeader.unpack(memory[at:][:4096]).device_digest for memory, at in starts]
+
+    assert found() == given
+    rig.move(keys, Tier.COLD)
+    place = session.index.get(1, 4).place
+    written = next(iter(rig.disk.files.values()))
+    cold = SlotHeader.unpack(bytes(written[place.slot * INT8_SLOT :][:4096]))
+    assert cold.device_digest == given[1] and cold.slot == place.slot
+    rig.move(keys, Tier.WARM)
+    assert found() == given
+
+
 def test_abort_frees_the_slots_at_once(rig):
     session = rig.session()
     planned = plan(rig, session, [1, 2])

@@ -26,7 +26,7 @@ def test_the_page_is_published_at_its_source_until_the_move_is_finished(rig):
     session = rig.session()
     rig.demote(session, [1])
     source = session.index.get(0, 1).place
-    move = rig.store.traffic.begin_move(PageKey(session.number, 0, 1), Tier.COLD)
+    (move,) = rig.store.traffic.begin_moves([PageKey(session.number, 0, 1)], Tier.COLD)
     assert session.index.get(0, 1).place == source
     rig.store.check_integrity()
     rig.store.traffic.abort(move)
@@ -43,7 +43,7 @@ def test_a_page_dropped_while_it_moves_holds_both_slots_until_the_move_ends(
     rig.demote(session, [1])
     if tier is Tier.WARM:
         rig.move(keys_of(session), Tier.COLD)
-    moves = [rig.store.traffic.begin_move(key, tier) for key in keys_of(session)]
+    moves = rig.store.traffic.begin_moves(keys_of(session), tier)
     if loss == "close":
         rig.store.close_session(session.number, engine_id=1)
     elif loss == "truncate":
@@ -75,10 +75,10 @@ def test_a_page_dropped_while_it_moves_holds_both_slots_until_the_move_ends(
 def test_a_page_demoted_anew_while_its_old_self_moves_is_another_page(rig):
     session = rig.session()
     rig.demote(session, [1])
-    old = [rig.store.traffic.begin_move(key, Tier.COLD) for key in keys_of(session)]
+    old = rig.store.traffic.begin_moves(keys_of(session), Tier.COLD)
     rig.store.truncate(1, session.number, 1)
     rig.demote(session, [1], version=1)
-    new = [rig.store.traffic.begin_move(key, Tier.COLD) for key in keys_of(session)]
+    new = rig.store.traffic.begin_moves(keys_of(session), Tier.COLD)
     rig.store.check_integrity()
     rig.store.traffic.finish(old)
     rig.store.check_integrity()
@@ -92,9 +92,8 @@ def test_a_page_demoted_anew_while_its_old_self_moves_is_another_page(rig):
 def test_a_damaged_page_of_a_running_session_is_a_miss_and_counted(rig):
     session = rig.session()
     rig.demote(session, [1, 2])
-    rig.store.traffic.damaged(
-        rig.store.traffic.begin_move(PageKey(session.number, 0, 1), Tier.COLD)
-    )
+    (move,) = rig.store.traffic.begin_moves([PageKey(session.number, 0, 1)], Tier.COLD)
+    rig.store.traffic.damaged(move)
     assert session.index.get(0, 1) is None and session.index.get(1, 1) is not None
     assert rig.store.stats()["corrupt"] == 1
     assert rig.store.truncate(1, session.number, 1) == 3
@@ -102,20 +101,20 @@ def test_a_damaged_page_of_a_running_session_is_a_miss_and_counted(rig):
 
 def test_a_suspended_session_with_a_damaged_page_keeps_the_prefix_before_it(rig):
     session = rig.stored(blocks=4)
-    rig.store.traffic.damaged(
-        rig.store.traffic.begin_move(PageKey(session.number, 0, 2), Tier.COLD)
-    )
+    (move,) = rig.store.traffic.begin_moves([PageKey(session.number, 0, 2)], Tier.COLD)
+    rig.store.traffic.damaged(move)
     assert session.sealed_blocks == 2
     assert rig.store.resume_session(1, session.number, INT8, 1024).sealed_blocks == 2
 
 
-def test_no_room_below_is_none_and_changes_nothing():
+def test_what_has_no_room_below_stays_where_it_is():
     rig = Rig(cold_bytes=INT8_SLOT)
     rig.engine(1)
     session = rig.session()
     rig.demote(session, [1])
-    assert rig.store.traffic.begin_move(PageKey(session.number, 0, 1), Tier.COLD) is not None
-    assert rig.store.traffic.begin_move(PageKey(session.number, 1, 1), Tier.COLD) is None
+    moves = rig.store.traffic.begin_moves(keys_of(session), Tier.COLD)
+    assert [move.key for move in moves] == [PageKey(session.number, 0, 1)]
+    assert rig.store.traffic.begin_moves([PageKey(session.number, 1, 1)], Tier.COLD) == []
     rig.store.check_integrity()
 
 

@@ -12,14 +12,17 @@ Invariants:
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import xxhash
 
 from tierd.clock import Clock
 from tierd.codec.layout import HEADER_BYTES
-from tierd.disk.header import verify_slot
+from tierd.disk.header import device_digest_in, verify_slot, with_device_digest
+from tierd.disk.headerrows import as_bytes, fill_rows, header_rows, place_rows
 from tierd.errors import PageDamaged, StorageError, StorageFull
-from tierd.placement import Move, Placement
+from tierd.placement import Move, Placement, pool_key
 from tierd.types import Place, Tier
 
 # A disk is at its full speed from about 1 MiB an I/O, but after each I/O a lane waits for the
@@ -50,14 +53,13 @@ class Batch:
         self.errors: list[PageDamaged | StorageError | None] = []
         self._clock = clock
         self._files = placement.cold_files
-        self._headers = [
-            placement.header(move.session, move.key, move.source, move.digest) for move in moves
-        ]
+        self._header_of = placement.header
 
     def carry(self) -> None:
         """Copy every page; blocks."""
         started_seconds = self._clock.monotonic()
         self.errors = [None] * len(self.moves)
+        self._pack_headers()
         if self.to is Tier.COLD:
             self._down()
         else:
@@ -77,27 +79,56 @@ class Batch:
         if run:
             yield run
 
+    def _pack_headers(self) -> None:
+        """Make every page's header, where it is and where it goes."""
+        self._stored_bytes: list[int] = []
+        if not self.moves:
+            return
+        rows = header_rows(len(self.moves))
+        first = 0
+        for _, run in groupby(self.moves, lambda move: pool_key((move.session, move.source))):
+            moves = list(run)
+            like = self._header_of(moves[0].session, moves[0].key, moves[0].source, b"")
+            keys, digests = [move.key for move in moves], [move.digest for move in moves]
+            fill_rows(rows[first : first + len(moves)], like, keys, digests)
+            self._stored_bytes += [like.stored_bytes] * len(moves)
+            first += len(moves)
+        place_rows(rows, [move.source for move in self.moves])
+        self._here = rows.tobytes()
+        place_rows(rows, [move.destination for move in self.moves])
+        self._there = as_bytes(rows)
+
     def _down(self) -> None:
         sound = [number for number in range(len(self.moves)) if self._is_sound(number)]
-        if not sound:
-            return
-        headers = memoryview(mmap.mmap(-1, len(self.moves) * HEADER_BYTES))  # aligned, for O_DIRECT
         for run in self._runs(sound, [move.destination for move in self.moves]):
-            self._write(run, headers)
+            self._write(run)
 
     def _is_sound(self, number: int) -> bool:
-        try:
-            verify_slot(self.moves[number].warm, self._headers[number])
-        except PageDamaged as error:
-            self.errors[number] = error
-        return self.errors[number] is None
+        """Say whether the slot in memory is the page as it was at its source, header and all."""
+        move, start = self.moves[number], number * HEADER_BYTES
+        payload = move.warm[HEADER_BYTES : HEADER_BYTES + self._stored_bytes[number]]
+        found, here = move.warm[:HEADER_BYTES].tobytes(), self._here[start : start + HEADER_BYTES]
+        device_digest = device_digest_in(found)
+        if device_digest is not None:
+            here = with_device_digest(here, device_digest)
+        if found != here or xxhash.xxh3_128_digest(payload) != move.digest:
+            try:  # seldom, and slower; it finds the reason
+                verify_slot(
+                    move.warm, self._header_of(move.session, move.key, move.source, move.digest)
+                )
+            except PageDamaged as error:
+                self.errors[number] = error
+                return False
+        if device_digest is not None:
+            # The index does not keep it: the slot there has it from the slot here.
+            there = self._header_there(number)
+            there[:] = with_device_digest(there.tobytes(), device_digest)
+        return True
 
-    def _write(self, run: list[int], headers: memoryview) -> None:
+    def _write(self, run: list[int]) -> None:
         buffers = []
         for number in run:
-            header = headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
-            header[:] = self._header_there(number)
-            buffers += [header, self.moves[number].warm[HEADER_BYTES:]]
+            buffers += [self._header_there(number), self.moves[number].warm[HEADER_BYTES:]]
         first = self.moves[run[0]]
         place = first.destination
         try:
@@ -107,7 +138,7 @@ class Batch:
                 self._note(run, error)
             else:  # one bad place must not cost its neighbours
                 for number in run:
-                    self._write([number], headers)
+                    self._write([number])
 
     def _up(self) -> None:
         for run in self._runs(range(len(self.moves)), [move.source for move in self.moves]):
@@ -139,9 +170,8 @@ class Batch:
         else:
             self._is_sound(number)
 
-    def _header_there(self, number: int) -> bytes:
-        place = self.moves[number].destination
-        return self._headers[number].pack_at(place.slab, place.slot, place.generation)
+    def _header_there(self, number: int) -> memoryview:
+        return self._there[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
 
     def _note(self, run: list[int], error: StorageError) -> None:
         for number in run:

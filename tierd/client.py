@@ -16,6 +16,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -91,6 +92,7 @@ class Client:
         self._lock = threading.Lock()
         self._slabs_lock = threading.Lock()  # held while a slab is asked for; calls go on
         self._slabs: dict[int, MappedSlab] = {}
+        self.unmapping: list[Callable[[], None]] = []  # called before slabs are unmapped
         self._closed = False
         self._attach(bootstrap)
 
@@ -327,6 +329,8 @@ class Client:
     def _drop_slabs(self) -> None:
         with self._slabs_lock:
             slabs, self._slabs = self._slabs, {}
+        for told in self.unmapping:
+            told()
         for slab in slabs.values():
             slab.close()
 

@@ -45,7 +45,7 @@ from tierd.errors import (
 from tierd.host import Host, rpc_target
 from tierd.lanes import ThreadLanes
 from tierd.logs import new_log
-from tierd.memory.slabs import MemfdBacking
+from tierd.memory.slabmemory import MemfdBacking
 from tierd.metrics import Metrics
 from tierd.mover import Mover
 from tierd.pools import TierParts

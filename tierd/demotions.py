@@ -19,6 +19,7 @@ Invariants:
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ from tierd.types import PageKey, Place
 EXPIRY_SECONDS = 30.0
 DEMOTIONS_MAX = 64  # a session pipelines 2 or 3; more are lost replies, freed with the session
 DIGEST_BYTES = 16
+DEVICE_DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +169,16 @@ def split_digests(plan: DemotionPlan, digests: bytes) -> list[bytes]:
             f"commit: {len(digests)} bytes of digests, {pages} pages need {pages * DIGEST_BYTES}"
         )
     return [digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES)]
+
+
+def split_device_digests(plan: DemotionPlan, digests: bytes) -> list[int] | list[None]:
+    """Return one device digest per page of the plan, or None each. Raises InvalidArgument."""
+    pages = sum(map(len, plan.places))
+    if not digests:
+        return [None] * pages
+    if len(digests) != pages * DEVICE_DIGEST_BYTES:
+        raise InvalidArgument(
+            f"commit: {len(digests)} bytes of device digests, "
+            f"{pages} pages need {pages * DEVICE_DIGEST_BYTES}, or none"
+        )
+    return list(struct.unpack(f"<{pages}Q", digests))

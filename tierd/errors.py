@@ -3,7 +3,8 @@
     TierdError
     ├── InvalidArgument        INVALID_ARGUMENT     exit 2
     │   ├── ConfigError                             exit 2
-    │   └── UnsupportedModel                        exit 2
+    │   ├── UnsupportedModel                        exit 2
+    │   └── DeviceUnavailable                       exit 2
     ├── BudgetTooSmall         INVALID_ARGUMENT     exit 2   names the smallest that works
     ├── NotFound               NOT_FOUND            exit 5
     ├── TierFull               RESOURCE_EXHAUSTED   exit 1   with retry_after_seconds
@@ -15,6 +16,7 @@
     ├── CodecError             INVALID_ARGUMENT     exit 1
     ├── DaemonUnavailable      UNAVAILABLE          exit 3
     │   └── DeadlineExceeded   DEADLINE_EXCEEDED    exit 3
+    ├── DeviceFailed           INTERNAL             exit 1   a GPU, or its driver
     ├── PermissionDenied       PERMISSION_DENIED    exit 1
     └── StorageError           INTERNAL             exit 1   cold folder or disk
         └── StorageFull        RESOURCE_EXHAUSTED   exit 1
@@ -52,6 +54,12 @@ class UnsupportedModel(InvalidArgument):
     """The model's attention is one that tiers do not support yet; named in the message."""
 
     reason = "UNSUPPORTED_MODEL"
+
+
+class DeviceUnavailable(InvalidArgument):
+    """A device was asked for that is not there, or lacks what drives it."""
+
+    reason = "DEVICE_UNAVAILABLE"
 
 
 class BudgetTooSmall(TierdError):
@@ -145,6 +153,12 @@ class DeadlineExceeded(DaemonUnavailable):
 
     grpc_code = "DEADLINE_EXCEEDED"
     reason = "DEADLINE"
+
+
+class DeviceFailed(TierdError):
+    """A device or its driver failed, refused, or did not do its work in time."""
+
+    reason = "DEVICE_FAILED"
 
 
 class PermissionDenied(TierdError):

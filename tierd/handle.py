@@ -124,15 +124,29 @@ class SessionHandle:
             generation=wire.u32_column(reply.generations, len(blocks)),
         )
 
-    def commit(self, demotion: Demotion, digests: npt.NDArray[np.uint8]) -> None:
+    def commit(
+        self,
+        demotion: Demotion,
+        digests: npt.NDArray[np.uint8],
+        device_digests: npt.NDArray[np.uint64] | None = None,
+    ) -> None:
         """Publish a demotion's pages; digests uint8 [blocks, layers, 16] of their payloads.
 
-        Raises StaleGeneration if it was revoked: the pages are not kept.
+        device_digests: uint64 [blocks, layers] (tierd/codec/devicedigest.py); without them a GPU
+        cannot check these pages itself. Raises StaleGeneration if the demotion was revoked: the
+        pages are not kept.
         """
         expected = (*demotion.slab.shape, 16)
         if digests.shape != expected or digests.dtype != np.uint8:
             raise InvalidArgument(f"digests: uint8 {expected} expected, not {digests.shape}")
-        request = pb.CommitRequest(reservation=demotion.reservation, digests=digests.tobytes())
+        device = b""
+        if device_digests is not None:
+            if device_digests.shape != expected[:2] or device_digests.dtype != np.uint64:
+                raise InvalidArgument(f"device digests: uint64 {expected[:2]} expected")
+            device = device_digests.astype("<u8").tobytes()
+        request = pb.CommitRequest(
+            reservation=demotion.reservation, digests=digests.tobytes(), device_digests=device
+        )
         self._client.call(self._client.placement.Commit, request)
 
     def abort(self, demotion: Demotion) -> None:

@@ -12,8 +12,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from tierd.memory.pagetable import PageTableReader, PageTableWriter
 from tierd.types import Place, Tier
@@ -21,8 +21,7 @@ from tierd.types import Place, Tier
 STORED_TIERS = (Tier.WARM, Tier.COLD)
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
+class Page(NamedTuple):
     """A published page: where it is, and the xxh3-128 digest (16 bytes) of its payload.
 
     `backing`: the cold slot that holds the same bytes, of a warm page that has one. Sealed
@@ -58,8 +57,8 @@ class SessionIndex:
         """Mirror into `table` (empty so far) from now on; every page is published in it."""
         assert self._table is None, "index has a table already"
         self._table = table
-        for (layer, block), page in self._pages.items():
-            table.publish(layer, block, page.place)
+        if self._pages:
+            table.publish_all(list(self._pages), [page.place for page in self._pages.values()])
         table.bump_version()
 
     def detach(self) -> None:
@@ -78,14 +77,24 @@ class SessionIndex:
     def set(self, layer: int, block: int, page: Page) -> None:
         """Publish a page, in place of the one before it if there is one. Publish in batches,
         then call `bump`."""
-        assert page.backing is None or page.place.tier is Tier.WARM, f"({layer}, {block}) {page}"
+        if self._keep(layer, block, page) and self._table is not None:
+            self._table.publish(layer, block, page.place)
+
+    def set_all(self, pages: Mapping[tuple[int, int], Page]) -> None:
+        """Publish pages by (layer, block), as `set` each of them."""
+        moved = [key for key, page in pages.items() if self._keep(*key, page)]
+        if self._table is not None and moved:
+            self._table.publish_all(moved, [pages[key].place for key in moved])
+
+    def _keep(self, layer: int, block: int, page: Page) -> bool:
+        """Take a page in; say whether its place is new."""
+        tier = page.place.tier
+        assert page.backing is None or tier is Tier.WARM, f"({layer}, {block}) {page}"
         before = self._forget(layer, block)
         self._pages[layer, block] = page
         self.backed_count += page.backing is not None
-        self._by_block[page.place.tier].setdefault(block, set()).add(layer)
-        moved = before is None or before.place != page.place
-        if self._table is not None and moved:
-            self._table.publish(layer, block, page.place)
+        self._by_block[tier].setdefault(block, set()).add(layer)
+        return before is None or before.place != page.place
 
     def drop(self, layer: int, block: int) -> Page:
         """Unpublish a page and return it. Call `bump` after the batch."""

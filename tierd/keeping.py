@@ -96,8 +96,7 @@ class Keeper:
         if session.dormant:
             self._claims_end(session)
             session.dormant = False
-            for key, page in pages_of(self._ledger.pages_of(session.number)):
-                session.index.set(key.layer, key.block, page)
+            self._index(session)
 
     @property
     def claims_open(self) -> bool:
@@ -119,9 +118,12 @@ class Keeper:
         if session is None:
             return None
         session.dormant = False
-        for key, page in pages_of(self._ledger.pages_of(number)):
-            session.index.set(key.layer, key.block, page)
+        self._index(session)
         return session
+
+    def _index(self, session: Session) -> None:
+        found = pages_of(self._ledger.pages_of(session.number))
+        session.index.set_all({(key.layer, key.block): page for key, page in found})
 
     def _claims_end(self, session: Session) -> None:
         """An unclaimed session is its engine's no more: only what was kept of it stays."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from tierd.demotions import RoomNeeded
 from tierd.errors import BudgetTooSmall, InvalidArgument, TierdError, TierFull
@@ -76,7 +75,7 @@ def lend_block(placement: Placement, session: Session, codecs: Codecs) -> list[P
         raise
     rest = {pool: iter(places) for pool, places in lent.items()}
     return [
-        replace(next(rest[pool]), codec=codec) for pool, codec in zip(pools, codecs, strict=True)
+        next(rest[pool])._replace(codec=codec) for pool, codec in zip(pools, codecs, strict=True)
     ]
 
 

@@ -357,46 +357,30 @@ class Mover:
     def _moves_to_cold(
         self, keys: Sequence[PageKey], need_bytes: int, *, keeps_source: bool = False
     ) -> list[Move]:
-        moves: list[Move] = []
         if self._store.ledger.failed:
-            return moves
-        size_bytes = 0
-        for key in keys:
-            if size_bytes >= need_bytes:
-                break
-            move = self._begin_move(key, Tier.COLD, keeps_source=keeps_source)
-            if move is None:
-                break
-            moves.append(move)
-            size_bytes += move.slot_bytes
-        return moves
+            return []
+        return self._begin_moves(
+            self._traffic.worth(keys, need_bytes), Tier.COLD, keeps_source=keeps_source
+        )
 
     def _promote(self, session: Session, keys: Collection[PageKey], below: Rank) -> bool:
         """Begin to promote some of `keys`, or to make room for them from ranks under `below`."""
-        store, pools = self._store, self._store.placement.pools[Tier.WARM]
+        placement = self._store.placement
+        pools = placement.pools[Tier.WARM]
+        waiting = [key for key in keys if key not in placement.moving]
         moves: list[Move] = []
-        size_bytes = 0
-        short_bytes: dict[SlabPool, int] = {}
-        for key in keys:
-            if key in store.placement.moving or size_bytes >= BATCH_BYTES:
-                continue
-            page = session.index.get(key.layer, key.block)
-            assert page is not None and page.place.tier is Tier.COLD, f"{key} is not cold"
-            pool = store.placement.pool(Tier.WARM, session, page.place.codec)
-            if pool in short_bytes:
-                continue
-            spare = spare_slots(store.placement, session, pool)
-            roomy = pools.make_available(pool, spare + 1)
-            move = self._begin_move(key, Tier.WARM) if roomy else None
-            if move is None:
-                wanted = min(len(keys), BATCH_BYTES // pool.slot_bytes + 1)
-                slots = spare + wanted - pool.available_slots()
-                short_bytes[pool] = slots * pool.slot_bytes
-                continue
-            moves.append(move)
-            size_bytes += move.slot_bytes
-        need_bytes = max(short_bytes.values(), default=0)
-        return self._begin(moves, Tier.WARM) or self._spill(need_bytes, below, evict=False)
+        short_bytes = 0
+        for pool, wanted in self._traffic.by_warm_pool(session, waiting, BATCH_BYTES).items():
+            spare = spare_slots(placement, session, pool)
+            pools.make_available(pool, spare + len(wanted))
+            roomy = max(0, pool.available_slots() - spare)
+            moves += self._begin_moves(wanted[:roomy], Tier.WARM)
+            if roomy < len(wanted):
+                more = min(len(keys), BATCH_BYTES // pool.slot_bytes + 1)
+                short_bytes = max(
+                    short_bytes, (spare + more - pool.available_slots()) * pool.slot_bytes
+                )
+        return self._begin(moves, Tier.WARM) or self._spill(short_bytes, below, evict=False)
 
     def _coming_bytes(self) -> int:
         """Bytes of warm that spills under way and ending steps will free without more work."""
@@ -404,12 +388,14 @@ class Mover:
         return flying + self._store.retired_bytes(Tier.WARM)
 
     # -- batches ----------------------------------------------------------------------------
-    def _begin_move(self, key: PageKey, to: Tier, *, keeps_source: bool = False) -> Move | None:
+    def _begin_moves(
+        self, keys: Sequence[PageKey], to: Tier, *, keeps_source: bool = False
+    ) -> list[Move]:
         try:
-            return self._traffic.begin_move(key, to, keeps_source=keeps_source)
+            return self._traffic.begin_moves(keys, to, keeps_source=keeps_source)
         except (StorageError, TierFull) as error:  # a slab that the budget allows cannot be made
             self._note_trouble(error)
-            return None
+            return []
 
     def _note_trouble(self, error: TierdError) -> None:
         self._waiters.trouble = str(error)

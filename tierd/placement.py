@@ -2,7 +2,7 @@
 
     reserve → commit | abort           a slot gets its page, or is free again
     publish → retire → reclaim         a page is found, is no longer, and its slot is free
-    begin_move → record → finish | abort   a published page is copied to another tier
+    begin_moves → record → finish | abort  published pages are copied to another tier
     fall_back, drop_backing            a warm page becomes its cold copy, or loses it
 
 What reads or writes a slot outside the event loop's thread (an engine that
@@ -24,8 +24,9 @@ Invariants, per pool:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
@@ -34,15 +35,22 @@ from tierd.disk.header import SlotHeader
 from tierd.disk.records import PAGE_ROW
 from tierd.disk.slabfiles import SlabFiles
 from tierd.disk.volatile import LedgerPort
-from tierd.errors import NotFound
+from tierd.errors import NotFound, StorageError, TierFull
 from tierd.index import Page
 from tierd.memory.epochs import EpochClock
-from tierd.memory.slabs import MemfdBacking, SlabPool, SlotRef
+from tierd.memory.slabmemory import MemfdBacking
+from tierd.memory.slabs import SlabPool
 from tierd.pools import TierParts, TierPools
 from tierd.sessions import Session
 from tierd.types import CodecId, PageKey, Place, SlabRecord, Tier
 
 _GENERATION_MASK = 2**32 - 1
+
+
+def pool_key(placed: tuple[Session, Place]) -> tuple[int, Tier, CodecId]:
+    """Return what places of one pool, of a session, have in common."""
+    session, place = placed
+    return session.number, place.tier, place.codec
 
 
 @dataclass(slots=True, eq=False)
@@ -76,11 +84,6 @@ class SlabInfo:
     slot_bytes: int
     slots: int
     fd: int
-
-
-def slot_of(place: Place) -> SlotRef:
-    """Return a place's slot."""
-    return SlotRef(place.slab, place.slot, place.generation)
 
 
 class Placement:
@@ -149,8 +152,16 @@ class Placement:
 
     def release(self, session: Session, places: Iterable[Place]) -> None:
         """Free reserved places at once: nobody writes them any more."""
-        for place in places:
-            self.pool(place.tier, session, place.codec).abort(slot_of(place))
+        for pool, slots in self._by_pool([(session, place) for place in places]):
+            pool.abort(slots)
+
+    def _by_pool(
+        self, placed: Iterable[tuple[Session, Place]]
+    ) -> Iterator[tuple[SlabPool, list[Place]]]:
+        """Yield runs of places of one pool, in their order."""
+        for (_, tier, codec), run in groupby(placed, pool_key):
+            together = list(run)
+            yield self.pool(tier, together[0][0], codec), [place for _, place in together]
 
     def reclaim(self, safe_epoch: int) -> int:
         """Free the slots retired before `safe_epoch`, which every engine has passed."""
@@ -185,7 +196,7 @@ class Placement:
 
     def claim_warm(self, session: Session, place: Place) -> bool:
         """Let a held warm slot be a session's page again; say whether it could be."""
-        return self.pool(Tier.WARM, session, place.codec).claim(slot_of(place))
+        return self.pool(Tier.WARM, session, place.codec).claim(place)
 
     def release_held(self, namespace_digest: bytes) -> None:
         """Let the warm slots of a namespace be used that no engine has claimed."""
@@ -198,7 +209,7 @@ class Placement:
         pool_of = {slab: pool for pool in self.pools[Tier.COLD] for slab in pool.slabs()}
         epoch = self.epochs.retire()
         for place in places:
-            pool_of[place.slab].retire(slot_of(place), epoch)
+            pool_of[place.slab].retire([place], epoch)
         self._announce(self.epochs.now)
 
     def shut_slab(self, slab: int) -> None:
@@ -213,11 +224,14 @@ class Placement:
             pools.trim(namespaces)
 
     # -- pages --------------------------------------------------------------------
-    def publish(self, session: Session, key: PageKey, place: Place, digest: bytes) -> None:
+    def publish(
+        self, session: Session, key: PageKey, place: Place, digest: bytes,
+        device_digest: int | None = None,
+    ) -> None:  # fmt: skip
         """Make a reserved slot with its payload the page's: header, commit, then the index."""
-        header = self.header(session, key, place, digest)
+        header = replace(self.header(session, key, place, digest), device_digest=device_digest)
         header.pack_into(self._warm_slot(session, place)[:HEADER_BYTES])
-        self.pool(place.tier, session, place.codec).commit(slot_of(place))
+        self.pool(place.tier, session, place.codec).commit([place])
         session.index.set(key.layer, key.block, Page(place, digest))
 
     def drop(self, session: Session, keys: Sequence[PageKey]) -> None:
@@ -253,7 +267,7 @@ class Placement:
         self._quarantine(session, page.place, reason)
 
     def _quarantine(self, session: Session, place: Place, reason: str) -> None:
-        self.pool(place.tier, session, place.codec).condemn(slot_of(place))
+        self.pool(place.tier, session, place.codec).condemn(place)
         self.ledger.quarantine(place.slab, place.slot, reason)
 
     def fall_back(self, session: Session, key: PageKey) -> None:
@@ -292,52 +306,86 @@ class Placement:
         if not places:
             return
         epoch = self.epochs.retire()
-        for session, place in places:
-            self.pool(place.tier, session, place.codec).retire(slot_of(place), epoch)
+        for pool, slots in self._by_pool(places):
+            pool.retire(slots, epoch)
         self._announce(self.epochs.now)
 
     # -- moves --------------------------------------------------------------------
-    def begin_move(
-        self, session: Session, key: PageKey, to: Tier, *, keeps_source: bool = False
-    ) -> Move | None:
-        """Reserve the destination and hold both slots; None if `to` has no room.
+    def begin_moves(
+        self, pages: Sequence[tuple[Session, PageKey]], to: Tier, *, keeps_source: bool = False
+    ) -> list[Move]:
+        """Reserve the destinations and hold both slots, of the first pages that `to` has room for.
 
-        The page must be published in the other tier, without a backing, and not on the move.
+        Each must be published in the other tier, without a backing, and not on the move.
+        Raises TierFull or StorageError when a slab that the budget allows cannot be made
+        and nothing could be begun.
         """
+        moves: list[Move] = []
+        found = [(session, key, self._movable(session, key, to)) for session, key in pages]
+        for _, run in groupby(found, lambda item: pool_key((item[0], item[2].place))):
+            together = list(run)
+            session, _, page = together[0]
+            places = self._reserve_some(
+                to, session, page.place.codec, len(together), raises=not moves
+            )
+            for (_, key, page), place in zip(together, places, strict=False):
+                move = self.moving[key] = self._hold(session, key, page, place, keeps_source)
+                moves.append(move)
+            if len(places) < len(together):
+                break
+        return moves
+
+    def _movable(self, session: Session, key: PageKey, to: Tier) -> Page:
         page = session.index.get(key.layer, key.block)
         assert page is not None and page.place.tier is not to, f"{key} cannot move to {to!r}"
         assert page.backing is None, f"{key} has a copy in {to!r} already"
         assert key not in self.moving, f"{key} is on the move already"
-        places = self.reserve(to, session, page.place.codec, 1)
-        if not places:
-            return None
-        warm_place = page.place if page.place.tier is Tier.WARM else places[0]
-        move = Move(
-            key=key,
-            session=session,
-            source=page.place,
-            destination=places[0],
-            digest=page.digest,
-            warm=self._warm_slot(session, warm_place),
-            slot_bytes=self.slot_bytes(session, page.place.codec),
-            keeps_source=keeps_source,
-        )
-        self.moving[key] = move
-        return move
+        return page
+
+    def _reserve_some(
+        self, to: Tier, session: Session, codec: CodecId, pages: int, *, raises: bool
+    ) -> list[Place]:
+        """Reserve places for as many of `pages` as there is room for.
+
+        Where a new slab cannot be made, what is free must do; if that is none and `raises`,
+        the error is raised.
+        """
+        pool = self.pool(to, session, codec)
+        if not self.pools[to].make_available(pool, pages):
+            pages = min(pages, pool.available_slots())
+        try:
+            return self.reserve(to, session, codec, pages)
+        except (StorageError, TierFull):
+            free = min(pages, pool.counts().free)
+            if free == 0 and raises:
+                raise
+            return self.reserve(to, session, codec, free)
+
+    def _hold(
+        self, session: Session, key: PageKey, page: Page, place: Place, keeps_source: bool
+    ) -> Move:
+        warm_place = page.place if page.place.tier is Tier.WARM else place
+        slot_bytes = self.slot_bytes(session, page.place.codec)
+        start = warm_place.slot * slot_bytes
+        memory = self.warm_memory.mapping(warm_place.slab).buffer[start : start + slot_bytes]
+        return Move(key, session, page.place, place, page.digest, memory, slot_bytes, keeps_source)
 
     def record(self, moves: Sequence[Move]) -> None:
         """Tell the ledger of pages whose bytes are on disk now; flush it, then finish them."""
         here = [move for move in moves if not move.orphaned]
+        if not here:
+            return
         rows = np.zeros(len(here), PAGE_ROW)
-        for row, move in zip(rows, here, strict=True):
-            key, place = move.key, move.destination
-            row["session"], row["block"], row["layer"] = key.session, key.block, key.layer
-            row["slab"], row["slot"], row["generation"] = place.slab, place.slot, place.generation
-            row["codec"] = int(place.codec)
-            row["digest"] = np.frombuffer(move.digest, np.uint8)
+        session, layer, block = zip(*(move.key for move in here), strict=True)
+        _, codec, slab, slot, generation = zip(*(move.destination for move in here), strict=True)
+        rows["session"], rows["layer"], rows["block"] = session, layer, block
+        rows["slab"], rows["slot"], rows["generation"] = slab, slot, generation
+        rows["codec"] = codec
+        digests = b"".join(move.digest for move in here)
+        rows["digest"] = np.frombuffer(digests, np.uint8).reshape(rows["digest"].shape)
+        for move in here:
             move.recorded = True
-        if here:
-            self.ledger.commit(rows)
+        self.ledger.commit(rows)
 
     def finish_moves(self, moves: Sequence[Move]) -> list[Move]:
         """Publish copied pages, the sources retired or both places kept; return which.
@@ -345,14 +393,17 @@ class Placement:
         Those whose page was dropped meanwhile are not among them: their slots are given back.
         """
         finished: list[Move] = []
+        placed: dict[int, dict[tuple[int, int], Page]] = {}
         sources: list[tuple[Session, Place]] = []
+        there = [(move.session, move.destination) for move in moves if not move.orphaned]
+        for pool, places in self._by_pool(there):
+            pool.commit(places)
         for move in moves:
             if move.orphaned:
                 self.abort_move(move)
                 continue
             del self.moving[move.key]
             session, key, to = move.session, move.key, move.destination
-            self.pool(to.tier, session, to.codec).commit(slot_of(to))
             if to.tier is Tier.WARM:
                 page = Page(to, move.digest, backing=move.source)
             elif move.keeps_source:
@@ -360,9 +411,10 @@ class Placement:
             else:
                 page = Page(to, move.digest)
                 sources.append((session, move.source))
-            session.index.set(key.layer, key.block, page)
+            placed.setdefault(session.number, {})[key.layer, key.block] = page
             finished.append(move)
         for session in {move.session.number: move.session for move in finished}.values():
+            session.index.set_all(placed[session.number])
             session.index.bump()
         self._retire_all(sources)
         return finished

@@ -228,7 +228,9 @@ class PlacementService(pb_grpc.PlacementServicer):
 
     async def Commit(self, request: Any, context: Any) -> Any:
         """Publish a plan's pages."""
-        self._store.commit(_engine_id(), request.reservation, request.digests)
+        self._store.commit(
+            _engine_id(), request.reservation, request.digests, request.device_digests
+        )
         self._mover.wake()
         return pb.CommitReply()
 

@@ -21,7 +21,7 @@ from typing import Any
 from tierd import census
 from tierd.adoption import Found
 from tierd.clock import Clock
-from tierd.demotions import Demotion, DemotionPlan, Demotions, split_digests
+from tierd.demotions import Demotion, DemotionPlan, Demotions, split_device_digests, split_digests
 from tierd.disk.volatile import LedgerPort
 from tierd.errors import (
     InvalidArgument,
@@ -308,8 +308,11 @@ class Store:
             self.keeper.record(session)
         return self.demotions.lend(engine_id, session, chosen, self.clock.monotonic())
 
-    def commit(self, engine_id: int, reservation: int, digests: bytes) -> None:
+    def commit(
+        self, engine_id: int, reservation: int, digests: bytes, device_digests: bytes = b""
+    ) -> None:
         """Publish a plan's pages. `digests`: 16 bytes (xxh3-128 of the payload) a page, in order.
+        `device_digests`: 8 bytes a page, or none at all (tierd/codec/devicedigest.py).
 
         Raises InvalidArgument (length; the plan stays open), StaleGeneration
         (unknown or used; or expired or revoked: its slots are free now).
@@ -317,12 +320,15 @@ class Store:
         demotion = self.demotions.find(engine_id, reservation)
         plan, session = demotion.plan, demotion.session
         page_digests = split_digests(plan, digests)
+        page_device_digests = split_device_digests(plan, device_digests)
         if demotion.revoked:
             self._release(demotion)
             raise StaleGeneration(f"demotion {reservation} was revoked; its pages are not kept")
         self.demotions.settle(demotion)
-        for (key, place), digest in zip(plan.pages(), page_digests, strict=True):
-            self.placement.publish(session, key, place, digest)
+        for (key, place), digest, device_digest in zip(
+            plan.pages(), page_digests, page_device_digests, strict=True
+        ):
+            self.placement.publish(session, key, place, digest, device_digest)
         session.index.bump()
         self._touch(session)
         self.counts["demotions"] += len(page_digests)

@@ -18,6 +18,7 @@ from tierd.clock import Clock
 from tierd.hints import HintBook
 from tierd.index import Page
 from tierd.keeping import Keeper
+from tierd.memory.slabs import SlabPool
 from tierd.placement import Move, Placement
 from tierd.policy import Candidate, Rank, choose_spills, session_rank
 from tierd.sessions import Session, SessionBook
@@ -83,10 +84,34 @@ class Traffic:
             for layer in session.index.layers_in(tier, block)
         ]
 
-    def begin_move(self, key: PageKey, to: Tier, *, keeps_source: bool = False) -> Move | None:
-        """Hold a page's slot and one in the other tier; None if that has no room."""
-        session = self._book.find(key.session)
-        return self._placement.begin_move(session, key, to, keeps_source=keeps_source)
+    def worth(self, keys: Sequence[PageKey], need_bytes: int) -> list[PageKey]:
+        """Return the first of these pages, whose slots are `need_bytes` together or just beyond."""
+        chosen: list[PageKey] = []
+        for key in keys:
+            if need_bytes <= 0:
+                break
+            chosen.append(key)
+            need_bytes -= self.slots_bytes([key])
+        return chosen
+
+    def by_warm_pool(
+        self, session: Session, keys: Sequence[PageKey], limit_bytes: int
+    ) -> dict[SlabPool, list[PageKey]]:
+        """Return the first of a session's cold pages, to `limit_bytes`, by their warm pool."""
+        pools: dict[SlabPool, list[PageKey]] = {}
+        for key in self.worth(keys, limit_bytes):
+            page = session.index.get(key.layer, key.block)
+            assert page is not None and page.place.tier is Tier.COLD, f"{key} is not cold"
+            pool = self._placement.pool(Tier.WARM, session, page.place.codec)
+            pools.setdefault(pool, []).append(key)
+        return pools
+
+    def begin_moves(
+        self, keys: Sequence[PageKey], to: Tier, *, keeps_source: bool = False
+    ) -> list[Move]:
+        """Hold pages' slots and as many in the other tier, of the first it has room for."""
+        pages = [(self._book.find(key.session), key) for key in keys]
+        return self._placement.begin_moves(pages, to, keeps_source=keeps_source)
 
     def fall_back(self, key: PageKey) -> bool:
         """Spill a page at once if its bytes are in cold already; say whether they were."""

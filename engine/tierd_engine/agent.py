@@ -3,23 +3,24 @@
 Invariants:
   a hot block is released only after the daemon has published its pages
   a page's digest is taken over the bytes that stand in its warm slot
-  a reservation ends in commit or abort, whatever is raised between
+  a reservation ends in commit or abort, whatever is raised between; but where a device
+    failed, it may still write to the slots, and they are not given back
 
 The daemon decides (which blocks, which slots); the agent encodes and copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tierd.client import Client, Demotion, SessionHandle
+from tierd.client import Client, Demotion, MappedSlab, SessionHandle
 from tierd.codec import digest_pages, encode_pages
-from tierd.codec.layout import HEADER_BYTES, page_layout
-from tierd.errors import BudgetTooSmall, CodecError
+from tierd.codec.layout import HEADER_BYTES, PageLayout, page_layout
+from tierd.errors import BudgetTooSmall, CodecError, DeviceFailed
 from tierd.types import CodecId, Geometry
 from tierd_engine.arena import HotArena
 
@@ -36,10 +37,29 @@ class HotBlocks(Protocol):
         """Forget a hot block and release its slot."""
 
 
+class PageEncoder(Protocol):
+    """Who encodes hot pages; see tierd.codec.encode_pages, which is the CPU's."""
+
+    def __call__(
+        self, source: IntArray, target: IntArray, layout: PageLayout, /
+    ) -> npt.NDArray[np.uint8]:
+        """Encode pages into slots and return a status each; nothing writes there afterwards."""
+
+
 class TransferAgent:
     """Demotes a session's hot blocks to the warm slots that the daemon reserves."""
 
-    def __init__(self, client: Client, session: SessionHandle, arena: HotArena) -> None:
+    def __init__(
+        self,
+        client: Client,
+        session: SessionHandle,
+        arena: HotArena,
+        *,
+        encode: PageEncoder = encode_pages,
+        slab_of: Callable[[int], MappedSlab] | None = None,
+    ) -> None:
+        self._slab_of = slab_of or client.slab
+        self._encode_pages = encode
         self._client = client
         self._session = session
         self._arena = arena
@@ -106,6 +126,8 @@ class TransferAgent:
     def _carry(self, demotion: Demotion, hot: HotBlocks) -> None:
         try:
             digests = self._encode(demotion, hot)
+        except DeviceFailed:
+            raise
         except BaseException:
             self._session.abort(demotion)
             raise
@@ -124,7 +146,7 @@ class TransferAgent:
             here = demotion.codec == codec
             target = self._slot_addresses(demotion, here) + HEADER_BYTES
             status = np.zeros(shape, dtype=np.uint8)
-            status[here] = encode_pages(source[here], target, layout)
+            status[here] = self._encode_pages(source[here], target, layout)
             self._require_encoded(status, demotion.blocks, codec)
             digests[here] = digest_pages(target, layout.payload_bytes)
             self.encoded_bytes += len(target) * layout.payload_bytes
@@ -142,7 +164,7 @@ class TransferAgent:
         slab = demotion.slab[pages]
         addresses = np.empty(slab.shape, dtype=np.int64)
         for slab_id in np.unique(slab):
-            mapped = self._client.slab(int(slab_id))
+            mapped = self._slab_of(int(slab_id))
             here = slab == slab_id
             slots = demotion.slot[pages][here].astype(np.int64)
             addresses[here] = mapped.address + slots * mapped.slot_bytes

@@ -8,10 +8,12 @@ Invariants:
 One slot holds one block (all layers): the static partition keeps the same
 share hot in each layer. A page inside a slot has the `raw` page layout, so
 demoting with codec raw is a copy. On a host without a GPU the arena is host
-RAM that stands in for VRAM; on a GPU it is one tensor there.
+RAM that stands in for VRAM; on a GPU it is one buffer there (device/arena.py).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -53,7 +55,7 @@ class HotArena:
                 smallest_bytes=self.slot_bytes,
             )
         # torch's CPU and CUDA allocators align to at least 64 bytes, as the layout asks.
-        self._storage = torch.empty(self.slot_count * self.slot_bytes, dtype=torch.uint8)
+        self._storage = self._allocate(self.slot_count * self.slot_bytes)
         self.base_address = self._storage.data_ptr()
         assert self.base_address % 64 == 0, self.base_address
         self.keys = self._view(self.layout.keys)
@@ -61,6 +63,9 @@ class HotArena:
         self._free = list(range(self.slot_count - 1, -1, -1))
         self._used: set[int] = set()
         self.peak_bytes = 0
+
+    def _allocate(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
 
     def _view(self, offset_bytes: int) -> torch.Tensor:
         geometry, layout = self.geometry, self.layout
@@ -80,7 +85,7 @@ class HotArena:
             geometry.head_dim,
             1,
         )
-        return typed.as_strided(shape, strides, offset_bytes // item)
+        return typed.as_strided(shape, strides, typed.storage_offset() + offset_bytes // item)
 
     @property
     def used_slots(self) -> int:
@@ -114,13 +119,34 @@ class HotArena:
         self._used.remove(slot)
         self._free.append(slot)
 
+    def write(
+        self, slot: int, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Write K and V, [kv_heads, n, head_dim], of a slot's tokens from `start` on."""
+        end = start + keys.shape[1]
+        self.keys[slot, layer, :, start:end] = keys
+        self.values[slot, layer, :, start:end] = values
+
+    def on_host(self, slots: dict[int, int]) -> tuple[HotArena, dict[int, int]]:
+        """Return an arena in RAM that holds these blocks, and their slots there. To be read only.
+
+        slots: arena slot by block.
+        """
+        return self, slots
+
     def page_address(self, slot: int, layer: int) -> int:
         """Return the absolute address of one page (raw layout)."""
         return self.base_address + slot * self.slot_bytes + layer * self.layout.payload_bytes
 
+    def close(self) -> None:
+        """Nothing to do: the memory goes with the arena."""
+
     def poison(self) -> None:
         """Fill every free slot with NaN bytes, so that a read of what is not there shows."""
-        for slot in self._free:
+        self._poison(self._free)
+
+    def _poison(self, slots: Sequence[int]) -> None:
+        for slot in slots:
             start = slot * self.slot_bytes
             self._storage[start : start + self.slot_bytes].fill_(0xFF)
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from tierd.codec import PageLayout, decode_pages, digest_pages, encode_pages, page_layout
+from tierd.codec.devicedigest import device_digests
 from tierd.types import CodecId, DType, Geometry
 from tierd_engine.bench.machine import describe_machine
 
@@ -95,6 +96,9 @@ def _codec_actions(
             hot.addresses, encoded.addresses, layout, threads=1
         )
         actions["digest int8"] = lambda: digest_pages(encoded.addresses, layout.payload_bytes)
+        actions["device digest int8"] = lambda: device_digests(
+            encoded.addresses, layout.payload_bytes
+        )
     return actions
 
 

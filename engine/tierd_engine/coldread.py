@@ -30,10 +30,12 @@ from tierd.codec.layout import HEADER_BYTES, PageLayout
 from tierd.errors import DeadlineExceeded, PageDamaged, PageMiss
 from tierd_engine.staging import StagingRing
 
-READ_THREADS = 4
+# A layer's pages lie apart on disk: 16 reads of 108 KiB at a time are as fast as 4 of 1 MiB,
+# 4 of them 0.8 of it.
+READ_THREADS = 16
 # 8 MiB in a chunk; 1 MiB/s is the slowest disk a job can still use: 8 s, and 2 s of grace.
 READ_DEADLINE_SECONDS = 10.0
-# A disk is at its full speed from about 1 MiB an I/O; the threads share a unit of 8 MiB.
+# Neighbours are read together: a unit of 8 MiB is 8 of these at least.
 READ_BYTES = 1 << 20
 _READS_PER_PAGE = 2  # a digest mismatch gets one re-read, for a bit flipped on the way
 

@@ -80,12 +80,12 @@ class OwnCacheRun:
     def _forward(self, token_ids: list[int]) -> torch.Tensor:
         with own_attention(self._model), torch.inference_mode():
             output = self._model(
-                input_ids=torch.tensor([token_ids]),
+                input_ids=torch.tensor([token_ids], device=self._model.device),
                 cache=self._cache,
                 use_cache=True,
                 logits_to_keep=1,
             )
-        return finite(output.logits[0, -1].float())
+        return finite(output.logits[0, -1].float().cpu())
 
 
 def finite(logits: torch.Tensor) -> torch.Tensor:

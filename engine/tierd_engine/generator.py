@@ -31,6 +31,8 @@ class Generator:
 
     def __init__(self, model: Any, kv: SessionKV) -> None:
         self._model = model
+        # transformers' models tell where they are; without one, the CPU.
+        self._device: torch.device | None = getattr(model, "device", None)
         self._cache = TierCache(kv)
         self._threads = StepThreads(model)
         self.kv = kv
@@ -72,7 +74,7 @@ class Generator:
         chunk = min(
             PREFILL_CHUNK_TOKENS, self.kv.step_tokens_max() or 1, len(self.token_ids) - start
         )
-        ids = torch.tensor([self.token_ids[start : start + chunk]])
+        ids = torch.tensor([self.token_ids[start : start + chunk]], device=self._device)
         few = self._threads.few_queries() if chunk <= FEW_QUERIES_MAX else contextlib.nullcontext()
         try:
             with few, torch.inference_mode():
@@ -82,7 +84,7 @@ class Generator:
         except BaseException:
             self.kv.cancel()
             raise
-        return finite(output.logits[0, -1].float())
+        return finite(output.logits[0, -1].float().cpu())
 
     def _recover(self, miss: PageMiss) -> None:
         self.losses[miss.block] += 1

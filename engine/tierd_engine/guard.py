@@ -155,12 +155,20 @@ class QualityGuard:
         sample = self._sample
         n = len(sample.positions)
         queries = Queries(sample.q[:, :, :n], sample.positions, sample.scale)
+        # What the probe reads: the measured blocks, the first, and those near the queries.
+        oldest = int(sample.positions.min()) - self._recent_tokens
+        tokens = self._geometry.block_tokens
+        read = {b: s for b, s in slots.items() if b == 0 or (b + 1) * tokens > oldest}
+        read |= {block: slots[block] for block in measured}
+        arena, slots = arena.on_host(read)
         probe = OutputProbe(arena, slots, measured, queries, position, self._recent_tokens)
         if not probe.is_telling:
             return
         readings = choose_codecs(self._asked, probe.errors)
-        tokens = len(measured) * self._geometry.block_tokens
-        self.verdict = Verdict("measured", readings, tokens, n, time.perf_counter() - started)
+        measured_tokens = len(measured) * tokens
+        self.verdict = Verdict(
+            "measured", readings, measured_tokens, n, time.perf_counter() - started
+        )
 
     def adopt(self, codecs: npt.NDArray[np.uint8]) -> None:
         """Go on as a resumed session's pages are: codecs [layers, blocks], the first block's too.

@@ -88,6 +88,7 @@ def build_report(
             "cold_wait_seconds": counts.cold_wait_seconds,
         },
         **_tier_sections(job, kv, stats),
+        "device": kv.workings.figures(),
         "guard": guard_section(kv.guard, followed=not kv.agent.codecs_refused),
         "checks": {
             "digests_verified": kv.reader.pages_read,

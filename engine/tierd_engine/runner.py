@@ -29,6 +29,13 @@ from tierd.layercodecs import layer_codecs, parse_codec_choice
 from tierd.types import CodecId, DType, Namespace, SessionState
 from tierd_engine import hf
 from tierd_engine.attention.plan import PlanMode
+from tierd_engine.device.opening import (
+    DeviceName,
+    DeviceRig,
+    open_rig,
+    resolve_device,
+    what_is_missing,
+)
 from tierd_engine.fidelity import compare_with_own_cache
 from tierd_engine.generator import Generator
 from tierd_engine.guard import QualityGuard
@@ -37,7 +44,6 @@ from tierd_engine.prompt import TextStream, build_followup, build_prompt, follow
 from tierd_engine.report import JobReport, build_report
 from tierd_engine.session import SessionKV
 from tierd_engine.sizing import JobSizes, check_daemon_room, check_length, size_tiers
-from tierd_engine.warmup import warm_up
 from tierd_engine.weightonly import Weights, apply_weights
 
 
@@ -52,7 +58,8 @@ class JobSpec:
     `keep`: suspend the session at the end, so that another job can `resume` it
     by its id and ask more, without the document. A resumed session has its own
     codec and block size, and is kept again unless `drop`; if the job fails or is
-    interrupted, it is kept as it was. `weights`: see weightonly.py.
+    interrupted, it is kept as it was. `weights`: see weightonly.py. `device`: see
+    device/opening.py.
     """
 
     model: str
@@ -75,6 +82,7 @@ class JobSpec:
     drop: bool = False
     rejoin_seconds: float = REJOIN_SECONDS
     guard: bool = True
+    device: str = "auto"
 
     @property
     def keeps(self) -> bool:
@@ -118,6 +126,7 @@ class PreparedJob:
     plan: PlanMode
     sizes: JobSizes
     shared: bool
+    device: DeviceName
 
     @property
     def dtype(self) -> DType:
@@ -144,17 +153,21 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
     """Find the model, tokenise the prompt and size the tiers. Loads no weights.
 
     `socket`: of a running daemon, which must have room for the job and keeps the
-    session to resume. Raises BudgetTooSmall, LayoutMismatch, InvalidArgument, NotFound.
+    session to resume. Raises BudgetTooSmall, LayoutMismatch, InvalidArgument, NotFound,
+    DeviceUnavailable.
     """
     plan = PlanMode.parse(spec.plan)
     weights = Weights.parse(spec.weights)
+    device = resolve_device(DeviceName.parse(spec.device))
+    if device is DeviceName.CUDA and weights is Weights.INT8:
+        raise InvalidArgument("--weights int8 runs on the CPU: give --device cpu, or leave it out")
     if spec.max_new_tokens < 1:
         raise InvalidArgument(f"max-new-tokens is {spec.max_new_tokens}, must be at least 1")
     held = _held_session(spec.resume, socket) if spec.resume is not None else None
     folder = hf.resolve_model(spec.model)
     config = hf.load_config(folder, spec.rope_scaling)
     shape = hf.model_shape(config)
-    dtype = _parse_dtype(spec.dtype)
+    dtype = _parse_dtype(spec.dtype, device)
     tokenizer = hf.load_tokenizer(folder)
     if held is None:
         ids = build_prompt(tokenizer, spec.document, spec.prompt, spec.context_tokens).token_ids
@@ -196,8 +209,9 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
         weights,
     )
     return PreparedJob(
-        spec, folder, config, shape, tokenizer, ids, namespace, plan, sizes, socket is not None
-    )
+        spec, folder, config, shape, tokenizer, ids, namespace, plan, sizes, socket is not None,
+        device,
+    )  # fmt: skip
 
 
 def _held_session(session_id: str, socket: str | None) -> dict[str, Any]:
@@ -256,10 +270,11 @@ def _held_dtype(spec: JobSpec, held: dict[str, Any], folder: Path, shape: hf.Mod
     )
 
 
-def _parse_dtype(text: str) -> DType:
-    # On the CPU float32 is the dtype in which raw is token-identical, and decode is faster.
+def _parse_dtype(text: str, device: DeviceName) -> DType:
+    # On the CPU float32 is the dtype in which raw is token-identical, and decode is faster; on a
+    # GPU it would take twice the VRAM and the link.
     if text == "auto":
-        return DType.FLOAT32
+        return DType.FLOAT32 if device is DeviceName.CPU else DType.BFLOAT16
     try:
         return DType(text)
     except ValueError:
@@ -281,10 +296,15 @@ def use_all_cores() -> None:
 def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
     """Run a prepared job against the daemon at `socket` and return its report."""
     use_all_cores()
+    if job.spec.device == DeviceName.AUTO and torch.cuda.is_available() and what_is_missing():
+        events.note(f"the GPU is not used: {what_is_missing()}")
     events.working("loading the model")
     model = hf.load_model(job.folder, job.config, job.dtype)
     apply_weights(model, Weights.parse(job.spec.weights))
-    with _owned_session(job, socket, events) as (client, handle):
+    with (
+        _owned_session(job, socket, events) as (client, handle),
+        _device(job, model) as rig,
+    ):
         kv = SessionKV(
             client,
             handle,
@@ -293,6 +313,7 @@ def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
             job.sizes.total_tokens,
             job.plan,
             QualityGuard(job.namespace, job.shape.heads) if job.spec.guard else None,
+            rig,
         )
         kv.link.rejoin_seconds = job.spec.rejoin_seconds
         kv.link.waits = lambda seconds: events.note(
@@ -301,13 +322,27 @@ def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
         try:
             events.working("compiling the kernels (kept for the next run)")
             others = kv.guard.codecs() if kv.guard else layer_codecs(job.namespace)
-            warm_up(kv.geometry, job.shape.heads, job.codec, kv.executors.staging, others)
+            kv.executors.warm_up({job.codec, *others})
             return _run_session(job, model, client, kv, events)
         except BaseException:
             kv.cancel()  # leaves the epoch: nothing below is read any more
             raise
         finally:
-            kv.reader.close()
+            kv.workings.close()
+
+
+@contextlib.contextmanager
+def _device(job: PreparedJob, model: Any) -> Iterator[DeviceRig | None]:
+    """Open the job's device and put the model there. It is closed before slabs are unmapped."""
+    rig = open_rig(job.device)
+    if rig is None:
+        yield None
+        return
+    try:
+        model.to(rig.device.torch_device)
+        yield rig
+    finally:
+        rig.close()
 
 
 @contextlib.contextmanager

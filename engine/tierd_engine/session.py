@@ -16,20 +16,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tierd.client import Client, SessionHandle
-from tierd.codec.layout import PageLayout, page_layout
-from tierd.disk.header import SlotHeader, verify_slot
+from tierd.codec.layout import PageLayout
+from tierd.disk.header import SlotHeader, slot_check
 from tierd.errors import HotBudgetExceeded, InvalidArgument, PageMiss, StaleGeneration
 from tierd.memory.pagetable import PageTableView
-from tierd.types import CodecId, Geometry, Namespace, Tier
-from tierd_engine.agent import TransferAgent
-from tierd_engine.arena import HotArena
-from tierd_engine.attention.executors import FEW_QUERIES_MAX, Executors
+from tierd.types import Geometry, Namespace, Tier
+from tierd_engine.attention.executors import StepView
 from tierd_engine.attention.plan import (
     LayerPlan,
     PlanMode,
@@ -38,10 +37,13 @@ from tierd_engine.attention.plan import (
     require_published,
     warm_runs,
 )
-from tierd_engine.coldread import ColdPage, ColdReader
+from tierd_engine.coldread import ColdPage
 from tierd_engine.guard import QualityGuard
 from tierd_engine.link import DaemonLink
-from tierd_engine.staging import StagingRing
+from tierd_engine.workings import Workings
+
+if TYPE_CHECKING:
+    from tierd_engine.device.opening import DeviceRig
 
 _ENTER_TRIES = 3  # spills come in batches, milliseconds apart; three in a row are rare
 
@@ -65,7 +67,7 @@ class SessionKV:
 
     A step is `begin(n)`, then for each layer `append` and `attend`, then
     `finish`; or `cancel` at any point. `heads`: query heads. `guard` None: pages get the
-    namespace's codecs.
+    namespace's codecs. `rig`: the device that the hot tier is on; None: the host.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class SessionKV:
         max_tokens: int,
         mode: PlanMode = PlanMode.AUTO,
         guard: QualityGuard | None = None,
+        rig: DeviceRig | None = None,
     ) -> None:
         namespace: Namespace = handle.namespace
         geometry: Geometry = namespace.geometry
@@ -84,16 +87,12 @@ class SessionKV:
         self._namespace_digest = namespace.digest()
         self.mode, self.guard = mode, guard
         self.max_tokens = max_tokens
-        self.arena = HotArena(
-            geometry, hot_budget_bytes, blocks_max=geometry.blocks_for(max_tokens)
+        workings = Workings(
+            client, handle, heads, hot_budget_bytes, max_tokens, self._require_unreclaimed, rig
         )
-        slot_bytes_max = page_layout(geometry, CodecId.RAW).slot_bytes
-        self.reader = ColdReader(StagingRing(slot_bytes_max))
-        self.agent = TransferAgent(client, handle, self.arena)
+        self.workings, self.arena, self.reader = workings, workings.arena, workings.reader
+        self.agent, self.executors = workings.agent, workings.executors
         self.link = DaemonLink(client, handle, self._forget_table)
-        self.executors = Executors(
-            geometry, heads, self.arena, self.reader, self.reader.ring, self._require_unreclaimed
-        )
         self.position = 0
         self.step_tokens = 0
         self._epoch = 0
@@ -102,8 +101,6 @@ class SessionKV:
         self._lengths = [0] * geometry.layers
         self._hot: dict[int, int] = {}
         self._plan: StepPlan | None = None
-        self._hot_tokens: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
-        self._positions: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self.counts = StepCounts()
 
     # -- hot blocks ---------------------------------------------------------
@@ -165,8 +162,7 @@ class SessionKV:
         self._enter()
         self.counts.room_rpcs += self._rpcs_at_begin - rpcs_before
         self.step_tokens = n
-        self._positions = np.arange(self.position, self.position + n, dtype=np.int64)
-        self._refresh()
+        self.executors.begin(self._refresh(), self._view(), self.mode)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the step's K and V, [kv_heads, n, head_dim] in the model's dtype, into hot."""
@@ -177,9 +173,8 @@ class SessionKV:
             block, offset = divmod(self.position + done, tokens)
             count = min(tokens - offset, n - done)
             slot = self._hot[block]
-            here, part = slice(offset, offset + count), slice(done, done + count)
-            self.arena.keys[slot, layer, :, here] = keys[:, part]
-            self.arena.values[slot, layer, :, here] = values[:, part]
+            part = slice(done, done + count)
+            self.arena.write(slot, layer, offset, keys[:, part], values[:, part])
             done += count
         self._lengths[layer] = self.position + n
 
@@ -195,28 +190,18 @@ class SessionKV:
 
         query: [heads, n, head_dim]; keys, values: [kv_heads, n, head_dim], the step's own.
         """
-        n = query.shape[1]
-        plan = self._current_plan()
         if self.guard is not None and self.guard.verdict is None:
             self.guard.observe(layer, query, self.position, scale)
-        if n <= FEW_QUERIES_MAX:
-            q = query.transpose(0, 1).to(torch.float32).contiguous().numpy()
-            mode = PlanMode.NEAR if self.mode is PlanMode.AUTO else self.mode
-            out = self.executors.attend_few(
-                layer, plan, q, self._positions, self._hot_tokens, mode, scale
-            )
-            o = torch.from_numpy(out)
-        else:
-            mode = PlanMode.STREAM if self.mode is PlanMode.AUTO else self.mode
-            o = self.executors.attend_many(
-                layer, plan, query.float(), keys.float(), values.float(),
-                self.position, mode, scale,
-            ).transpose(0, 1)  # fmt: skip
+        o = self.executors.attend(layer, query, keys, values, scale)
         self._require_unreclaimed()
-        return o.to(query.dtype)
+        return o
 
     def finish(self) -> None:
-        """End a step whose every layer was appended and attended."""
+        """End a step whose every layer was appended and attended.
+
+        Raises StaleGeneration if a page was given away while it was copied: `cancel`, begin again.
+        """
+        self.executors.finish()
         expected = self.position + self.step_tokens
         assert all(length == expected for length in self._lengths), self._lengths
         plan, counts = self._current_plan(), self.counts
@@ -235,6 +220,7 @@ class SessionKV:
 
     def cancel(self) -> None:
         """Undo a step at any point: the session is as it was before `begin`. Idempotent."""
+        self.executors.cancel()  # first: copies read slots that the epoch holds
         if self.step_tokens:
             self._leave()
             if self.guard is not None:
@@ -315,7 +301,7 @@ class SessionKV:
             return
         table = self.handle.table.read(self.sealed_blocks)
         for slab in np.unique(table.slab[table.tier != Tier.NONE]):
-            self.client.slab(int(slab))
+            self.workings.slab(int(slab))
         self._resolved_version = version
 
     def _require_unreclaimed(self) -> None:
@@ -324,15 +310,19 @@ class SessionKV:
             raise StaleGeneration("the daemon took this engine for dead and reused its pages")
         self.link.require_fresh()
 
-    def _refresh(self) -> None:
-        """Make the plan anew if what is hot or the page table has changed."""
+    def _refresh(self) -> StepPlan:
+        """Return the plan, made anew if what is hot or the page table has changed."""
         version = self.handle.table.version()
         if self._plan is None or self._plan.table_version != version:
             self._plan = self._build_plan(version)
             self.reader.set_schedule(self._plan.cold_units)
-        tokens = self.geometry.block_tokens
-        filled = self.position + self.step_tokens - self._current_plan().hot_first
-        self._hot_tokens = np.clip(filled, 0, tokens).astype(np.int32)
+        return self._plan
+
+    def _view(self) -> StepView:
+        end = self.position + self.step_tokens
+        filled = np.clip(end - self._current_plan().hot_first, 0, self.geometry.block_tokens)
+        positions = np.arange(self.position, end, dtype=np.int64)
+        return StepView(self.position, positions, filled.astype(np.int32))
 
     def _build_plan(self, version: int) -> StepPlan:
         geometry = self.geometry
@@ -368,7 +358,7 @@ class SessionKV:
         )
 
     def _slab_address(self, slab: int) -> int:
-        return self.client.slab(slab).address
+        return self.workings.slab(slab).address
 
     def _cold_page(
         self, table: PageTableView, layer: int, block: int, layout: PageLayout
@@ -391,7 +381,7 @@ class SessionKV:
         )
         return ColdPage(
             layer, block, self.client.slab(slab).fd, slot * layout.slot_bytes,
-            partial(verify_slot, expected=expected),
+            slot_check(expected),
         )  # fmt: skip
 
     # -- loss, suspension, end ----------------------------------------------
@@ -446,13 +436,12 @@ class SessionKV:
 
     def close(self) -> None:
         """Stop reading, and close the session in the daemon unless it was suspended."""
-        self.reader.close()
+        self.workings.close()
         self.handle.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless hot blocks, lengths and counts agree."""
-        self.arena.check_integrity()
-        self.reader.check_integrity()
+        self.workings.check_integrity()
         used = self.arena.slot_count - self.arena.free_slots
         assert used == len(self._hot), f"{used=} != {len(self._hot)=}"
         allowed = {self.position, self.position + self.step_tokens}

@@ -21,9 +21,8 @@ _ALIGN_BYTES = 4096
 def warm_up(
     geometry: Geometry,
     heads: int,
-    codec: CodecId,
     staging: DecodeStaging,
-    others: Collection[CodecId] = (),
+    codecs: Collection[CodecId],
 ) -> None:
     """Run each kernel once on a page of zeros. Writes to the first block of `staging`."""
     raw = page_layout(geometry, CodecId.RAW)
@@ -33,7 +32,7 @@ def warm_up(
     sources, targets = np.array([source], np.int64), np.array([target], np.int64)
     q = np.zeros((1, heads, geometry.head_dim), np.float32)
     lse = np.zeros((1, heads), np.float32)
-    for kind in sorted({CodecId.RAW, codec, *others}):
+    for kind in sorted({CodecId.RAW, *codecs}):
         layout = page_layout(geometry, kind)
         encode_pages(sources, targets, layout)
         digest_pages(targets, layout.payload_bytes)

@@ -50,6 +50,7 @@ class FakeWorld:
     models: list[str] = field(default_factory=list)
     model_error: Exception | None = None
     hot_bytes: int = 1024
+    device: str = "cpu"
     connect_error: Exception | None = None
 
 
@@ -80,7 +81,7 @@ def _runner(world: FakeWorld) -> ModuleType:
             hot_budget_bytes=1024, hot_bytes=world.hot_bytes, warm_budget_bytes=4096,
             cold_needed_bytes=world.cold_needed_bytes,
         )  # fmt: skip
-        return SimpleNamespace(spec=spec, sizes=sizes)
+        return SimpleNamespace(spec=spec, sizes=sizes, device=world.device)
 
     def run_job(job: Any, *, socket: str, events: Any) -> Any:
         world.sockets.append(socket)

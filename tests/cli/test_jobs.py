@@ -46,6 +46,35 @@ def test_the_tables_show_every_tier_and_check(tierd: Any, world: Any) -> None:
         assert shown in out, shown
 
 
+def test_the_device_is_passed_on_and_what_is_not_pinned_is_shown(tierd: Any, world: Any) -> None:
+    assert tierd("demo", "--device", "cuda").code == 0
+    assert world.specs[0].device == "cuda"
+    assert "device" not in world.report and "pinned" not in tierd("demo").out
+    assert world.specs[1].device == "auto"
+    world.report["device"] = {
+        "name": "NVIDIA X", "pinned_bytes": 4096, "pageable_bytes": 8192,
+        "pageable_reason": "RLIMIT_MEMLOCK is 64 KiB", "streamed_bytes": 1 << 20,
+        "near_share": 0.375,
+    }  # fmt: skip
+    out = tierd("demo").out
+    for shown in (
+        "NVIDIA X",
+        "4.0 KiB pinned, 8.0 KiB NOT",
+        "RLIMIT_MEMLOCK",
+        "1.0 MiB; the CPU",
+        "38%",
+    ):
+        assert shown in out, shown
+    assert tierd("demo", "--device", "tpu").code == 2
+
+
+def test_hot_on_a_gpu_takes_no_ram(tierd: Any, world: Any) -> None:
+    world.hot_bytes, world.device = 1 << 60, "cuda"
+    assert tierd("demo").code == 0
+    world.device = "cpu"
+    assert tierd("demo").code == 2
+
+
 def test_verification_is_shown(tierd: Any, world: Any) -> None:
     world.report["verify"] = {
         "tokens_identical": False, "first_difference": 17, "kl_mean": 1.65e-5, "kl_p99": 1.3e-4,

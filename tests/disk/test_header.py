@@ -9,7 +9,15 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.disk.header import HEADER_BYTES, SlotHeader, verify_slot
+from tierd.disk.header import (
+    HEADER_BYTES,
+    SlotHeader,
+    device_digest_in,
+    slot_check,
+    verify_header,
+    verify_slot,
+    with_device_digest,
+)
 from tierd.errors import PageDamaged
 from tierd.types import CodecId, DType
 
@@ -22,6 +30,7 @@ headers = st.builds(
     codec=st.sampled_from(list(CodecId)[1:]), dtype=st.sampled_from(list(DType)),
     session=U64, layer=U32, block=U32,
     namespace_digest=SIXTEEN, logical_bytes=U64, stored_bytes=U64, payload_digest=SIXTEEN,
+    device_digest=st.none() | U64,
 )  # fmt: skip
 
 PAYLOAD = np.random.default_rng(7).bytes(5000)
@@ -31,6 +40,8 @@ HEADER = SlotHeader(
     namespace_digest=bytes(range(16, 32)), logical_bytes=8192, stored_bytes=len(PAYLOAD),
     payload_digest=xxhash.xxh3_128_digest(PAYLOAD),
 )  # fmt: skip
+DEVICE_HEADER = dataclasses.replace(HEADER, device_digest=0x0123456789ABCDEF)
+both_versions = pytest.mark.parametrize("header", [HEADER, DEVICE_HEADER], ids=["1", "2"])
 # One other value for each field: a header that differs in it is another page's.
 OTHER = {
     "store_uuid": bytes(16), "slab": 4, "slot": 6, "generation": 8, "codec": CodecId.RAW,
@@ -73,20 +84,38 @@ def test_the_bytes_on_disk_are_these_for_ever() -> None:
     assert struct.unpack_from("<Q", packed, 4088) == (xxhash.xxh3_64_intdigest(packed[:4088]),)
 
 
+def test_a_device_digest_stands_behind_what_version_1_has_and_makes_it_version_2() -> None:
+    packed = DEVICE_HEADER.pack()
+    assert struct.unpack_from("<II", packed, 8) == (2, 0)
+    assert packed[16:112] == HEADER.pack()[16:112]
+    assert struct.unpack_from("<Q", packed, 112) == (0x0123456789ABCDEF,)
+    assert not any(packed[120:4088])
+    assert SlotHeader.unpack(dataclasses.replace(HEADER, device_digest=0).pack()).device_digest == 0
+
+
+@given(headers, U64)
+def test_a_packed_header_is_given_a_device_digest(header, digest) -> None:
+    packed = with_device_digest(header.pack(), digest)
+    assert packed == dataclasses.replace(header, device_digest=digest).pack()
+    assert device_digest_in(packed) == digest
+    assert device_digest_in(header.pack()) == header.device_digest
+
+
 def test_packing_leaves_the_payload_alone() -> None:
     slot = slot_of(HEADER)
     HEADER.pack_into(slot)
     assert bytes(slot[HEADER_BYTES : HEADER_BYTES + len(PAYLOAD)]) == PAYLOAD
 
 
-def test_each_of_the_32768_bits_of_a_header_is_guarded() -> None:
-    packed = bytearray(HEADER.pack())
+@both_versions
+def test_each_of_the_32768_bits_of_a_header_is_guarded(header) -> None:
+    packed = bytearray(header.pack())
     for bit in range(HEADER_BYTES * 8):
         packed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(PageDamaged):
             SlotHeader.unpack(packed)
         packed[bit // 8] ^= 1 << bit % 8
-    assert SlotHeader.unpack(packed) == HEADER
+    assert SlotHeader.unpack(packed) == header
 
 
 def test_each_cut_of_a_header_is_noticed() -> None:
@@ -104,10 +133,11 @@ def test_any_other_bytes_are_no_header(data) -> None:
 
 @pytest.mark.parametrize(
     ("offset", "value"),
-    [(0, b"X"), (8, b"\2"), (12, b"\1"), (44, b"\0"), (44, b"\6"), (45, b"\0"), (45, b"\4"),
-     (46, b"\1"), (112, b"\1"), (4087, b"\1")],
-    ids=["magic", "version", "reserved word", "no codec", "codec to come", "dtype 0", "dtype 4",
-         "reserved half", "first of padding", "last of padding"],
+    [(0, b"X"), (8, b"\0"), (8, b"\3"), (12, b"\1"), (44, b"\0"), (44, b"\6"), (45, b"\0"),
+     (45, b"\4"), (46, b"\1"), (112, b"\1"), (119, b"\1"), (120, b"\1"), (4087, b"\1")],
+    ids=["magic", "version 0", "version 3", "reserved word", "no codec", "codec to come",
+         "dtype 0", "dtype 4", "reserved half", "digest of version 2", "its last byte",
+         "first of padding", "last of padding"],
 )  # fmt: skip
 def test_what_this_version_does_not_know_is_refused_though_its_checksum_matches(
     offset, value
@@ -119,9 +149,33 @@ def test_what_this_version_does_not_know_is_refused_though_its_checksum_matches(
 # -- whole slots ------------------------------------------------------------------
 
 
-def test_a_whole_slot_is_verified_with_its_digest_known_or_not() -> None:
-    assert verify_slot(slot_of(HEADER), HEADER) == HEADER
-    assert verify_slot(slot_of(HEADER), dataclasses.replace(HEADER, payload_digest=b"")) == HEADER
+@both_versions
+def test_a_whole_slot_is_verified_with_its_digest_known_or_not(header) -> None:
+    """Its device digest is never known: it comes from the slot."""
+    for digest in (HEADER.payload_digest, b""):
+        expected = dataclasses.replace(HEADER, payload_digest=digest)
+        assert verify_slot(slot_of(header), expected) == header
+        assert verify_header(slot_of(header)[:HEADER_BYTES], expected) == header
+
+
+@both_versions
+def test_each_bit_of_a_slots_header_is_guarded(header) -> None:
+    slot = slot_of(header)
+    checks = [
+        lambda buffer: verify_slot(buffer, HEADER),
+        lambda buffer: verify_header(buffer, HEADER),
+        slot_check(dataclasses.replace(HEADER, payload_digest=b"")),
+    ]
+    for check in checks:
+        check(slot)
+    for bit in range(0, HEADER_BYTES * 8):
+        if 130 * 8 < bit < 4080 * 8 and bit % 97:
+            continue
+        slot[bit // 8] ^= 1 << bit % 8
+        for check in checks:
+            with pytest.raises(PageDamaged):
+                check(slot)
+        slot[bit // 8] ^= 1 << bit % 8
 
 
 @pytest.mark.parametrize("name", OTHER)
@@ -133,7 +187,8 @@ def test_a_slot_that_differs_in_one_field_is_another_page(name) -> None:
 
 
 def test_every_field_that_names_a_page_is_compared() -> None:
-    free = {"logical_bytes", "payload_digest"}  # follows from the geometry; compared by itself
+    # The first follows from the geometry, the second is compared by itself, the last is the slot's.
+    free = {"logical_bytes", "payload_digest", "device_digest"}
     assert set(OTHER) == {field.name for field in dataclasses.fields(SlotHeader)} - free
 
 
@@ -149,8 +204,13 @@ def test_each_bit_of_the_payload_is_guarded() -> None:
 
 def test_a_lost_write_leaves_an_older_page_that_is_whole_and_still_refused() -> None:
     older = dataclasses.replace(HEADER, payload_digest=xxhash.xxh3_128_digest(PAYLOAD[::-1]))
-    with pytest.raises(PageDamaged, match="older"):
-        verify_slot(slot_of(older, PAYLOAD[::-1]), HEADER)
+    for check in (verify_slot, verify_header):
+        with pytest.raises(PageDamaged, match="older"):
+            check(slot_of(older, PAYLOAD[::-1]), HEADER)
+
+
+def test_a_header_alone_says_nothing_of_the_payload() -> None:
+    assert verify_header(slot_of(HEADER, PAYLOAD[::-1]), HEADER) == HEADER
 
 
 def test_a_slot_cut_short_is_refused() -> None:

@@ -87,9 +87,9 @@ def live(pool: SlabPool) -> None:
     for _ in range(2):
         slots = pool.reserve(10)
         for slot in slots:
-            pool.commit(slot)
+            pool.commit([slot])
         for slot in slots:
-            pool.retire(slot, 1)
+            pool.retire([slot], 1)
         pool.reclaim(2)
         pool.release_empty_slabs()
 

@@ -63,7 +63,7 @@ class FakeSlab:
     """Warm slots of one size in a numpy array."""
 
     def __init__(self, slot_bytes: int, slots: int) -> None:
-        self.slot_bytes = slot_bytes
+        self.slot_bytes, self.slots = slot_bytes, slots
         self.memory = np.zeros(slots * slot_bytes + 4096, dtype=np.uint8)
         base = self.memory.ctypes.data
         self.address = base + (-base) % 4096
@@ -84,6 +84,7 @@ class FakeDaemon:
         self.table = FakeTable(self.geometry.layers, self.geometry.blocks_for(max_tokens))
         self.epochs = FakeEpochs()
         self.rpc_count = 0
+        self.unmapping: list[Any] = []
         self.lost = False
         self.truncations: list[tuple[int, int | None]] = []
         self.aborted = 0

@@ -17,6 +17,7 @@ from tierd.types import CodecId, DType, Namespace
 from tierd_engine import hf
 from tierd_engine.attention.plan import PlanMode
 from tierd_engine.cache import ATTENTION_NAME
+from tierd_engine.device.opening import DeviceRig
 from tierd_engine.fidelity import OwnCacheRun
 from tierd_engine.generator import Generator
 from tierd_engine.guard import QualityGuard
@@ -157,6 +158,7 @@ class TierRig:
     block_tokens: int | None = None
     codec_layers: str = ""
     guarded: bool = False
+    rig: DeviceRig | None = None
 
     def __post_init__(self) -> None:
         self.sizes: JobSizes = size_tiers(
@@ -180,7 +182,7 @@ class TierRig:
         guard = QualityGuard(namespace, self.shape.heads) if self.guarded else None
         self.kv = SessionKV(
             self.client, self.handle, self.shape.heads, sizes.hot_budget_bytes,
-            sizes.total_tokens, self.plan, guard,
+            sizes.total_tokens, self.plan, guard, self.rig,
         )  # fmt: skip
         self._stack.callback(self.kv.close)
         self.kv.arena.poison()

@@ -1,4 +1,4 @@
-"""Encode and decode on the GPU, interpreted: the reference's bytes on every input."""
+"""Encode on the GPU, interpreted: the reference's bytes on every input, of every codec."""
 
 from __future__ import annotations
 
@@ -8,118 +8,130 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.codec.pages import Pages, hot_pages, normal, shape_of, stored
-from tierd.codec import page_layout
-from tierd.codec.reference import decode_page, encode_page, narrowed
-from tierd.errors import InvalidArgument
+from tests.codec.pages import LOSSY, hot_pages, normal, shape_of
+from tests.gpu.coding import (
+    assert_same_as_reference,
+    cases,
+    each_codec,
+    encoded,
+    hot_of,
+    layout_of,
+    widths,
+)
+from tierd.codec.reference import e4m3_codes as reference_e4m3
+from tierd.codec.reference import e4m3_numbers, encode_page
 from tierd.types import CodecId, DType, Geometry
-from tierd_engine.gpu.encoding import _folded, decode_pages, encode_pages
+from tierd_engine.gpu.coding import e4m3_codes, folded
+from tierd_engine.gpu.encoding import encode_pages
 
 # NumPy, which the interpreter computes with, warns of what the kernels then discard.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
-F32 = Geometry(1, 2, 20, DType.FLOAT32, 16)
-MODELS = {
-    "Llama-3": Geometry(1, 8, 128, DType.BFLOAT16, 64),
-    "Qwen2": Geometry(1, 4, 128, DType.BFLOAT16, 128),
-    "SmolLM2": Geometry(1, 3, 64, DType.FLOAT16, 128),
-    "one channel": Geometry(1, 1, 1, DType.FLOAT16, 16),
-    "odd channels": Geometry(1, 2, 17, DType.FLOAT32, 32),
-    "wide": Geometry(1, 1, 160, DType.FLOAT32, 16),
-}
-each_model = pytest.mark.parametrize("geometry", MODELS.values(), ids=MODELS.keys())
+each_lossy = pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name.lower())
 
 
-def encoded(hot: Pages, geometry: Geometry, fill: int = 0xAB) -> tuple[Pages, list[int]]:
-    """Encode every page; return (payloads, status) and check that only they were written."""
-    layout = page_layout(geometry, CodecId.INT8)
-    out = Pages(hot.count, layout.payload_bytes, fill)
-    status = encode_pages(torch.tensor(hot.addresses), torch.tensor(out.addresses), layout)
-    assert out.guards_hold()
-    return out, status.tolist()
-
-
-def assert_same_as_reference(x: np.ndarray, geometry: Geometry) -> Pages:
-    layout = page_layout(geometry, CodecId.INT8)
-    hot = hot_pages(stored(x.astype("f4"), geometry.dtype), geometry)
-    out, status = encoded(hot, geometry)
-    for row, page, found in zip(out.rows, hot.rows, status, strict=True):
-        expected, expected_status = encode_page(page, layout)
-        assert found == expected_status
-        if found == 0:
-            np.testing.assert_array_equal(row, expected)
-    return out
-
-
-@each_model
-def test_bytes_are_the_references(geometry: Geometry) -> None:
+@pytest.mark.parametrize(("geometry", "codec"), cases())
+def test_bytes_are_the_references(geometry: Geometry, codec: CodecId) -> None:
     x = np.random.default_rng().standard_normal(shape_of(geometry, 1), np.float32)
-    assert_same_as_reference(x, geometry)
+    assert_same_as_reference(hot_of(x, geometry), layout_of(geometry, codec))
 
 
+@each_lossy
 @pytest.mark.parametrize("dtype", DType)
-def test_bytes_are_the_references_at_every_magnitude(dtype: DType) -> None:
+def test_bytes_are_the_references_at_every_magnitude(codec: CodecId, dtype: DType) -> None:
+    """Subnormals and large numbers, constant offsets, and zeros of both signs: a page each."""
     seed = int(np.random.default_rng().integers(2**32))
     rng = np.random.default_rng(seed)
-    geometry = Geometry(1, 1, 33, dtype, 16)
+    width, _ = widths(codec)
+    geometry = Geometry(1, 1, width, dtype, 16)
+    pages = []
     for magnitude in (-150, -126, -40, -14, 0, 9, 14):
         for offset in (0.0, 3e-5, -60000.0):
-            scale = 2.0 ** (magnitude + 4 * (rng.random(33) - 0.5))
-            x = normal(geometry, seed=seed) * scale + offset * rng.integers(0, 2, 33)
+            scale = 2.0 ** (magnitude + 4 * (rng.random(width) - 0.5))
+            x = normal(geometry, seed=seed) * scale + offset * rng.integers(0, 2, width)
             x[rng.random(x.shape) < 0.1] = -0.0
-            try:
-                assert_same_as_reference(x, geometry)
-            except AssertionError as error:
-                error.add_note(f"{seed=} {magnitude=} {offset=}")
-                raise
+            pages.append(x)
+    print(f"{seed=}")
+    assert_same_as_reference(hot_of(np.concatenate(pages), geometry), layout_of(geometry, codec))
 
 
-def test_any_bit_pattern_gives_the_references_status_and_bytes() -> None:
+@each_lossy
+def test_flat_groups_zeros_and_an_outlier_are_coded_as_the_reference_codes_them(
+    codec: CodecId,
+) -> None:
+    _, width = widths(codec)
+    geometry = Geometry(1, 2, width, DType.FLOAT32, 32)
+    x = normal(geometry, pages=5, seed=int(np.random.default_rng().integers(2**32)))
+    x[0] = 0.0
+    x[1, ..., 3] = -7.25  # a channel of one value
+    x[1, :, :, 5] = 1e-3  # a token of one value
+    x[2, ..., 7] *= 3e4
+    x[3] = 2.0**-149
+    x[4] = np.where(x[4] < 0, -65504.0, 65504.0)
+    assert_same_as_reference(hot_of(x, geometry), layout_of(geometry, codec))
+
+
+@each_lossy
+def test_any_bit_pattern_gives_the_references_status_and_bytes(codec: CodecId) -> None:
     seed = int(np.random.default_rng().integers(2**32))
     rng = np.random.default_rng(seed)
-    geometry = Geometry(1, 1, 5, DType.BFLOAT16, 16)
-    layout = page_layout(geometry, CodecId.INT8)
-    bits = rng.integers(0, 2**16, shape_of(geometry, 40), dtype=np.uint16) & 0xC77F  # in range
-    bits[20:, 0, 0, 3, 1] |= rng.integers(0, 2**16, 20, dtype=np.uint16)
-    bits[39, 1, 0, 3, 1] = 0x7FC0  # NaN
+    print(f"{seed=}")
+    geometry = Geometry(
+        1, 1, 32 if codec in (CodecId.K8V4, CodecId.INT4) else 5, DType.BFLOAT16, 16
+    )
+    bits = rng.integers(0, 2**16, shape_of(geometry, 12), dtype=np.uint16) & 0xC77F  # in range
+    bits[6:, 0, 0, 3, 1] |= rng.integers(0, 2**16, 6, dtype=np.uint16)
+    bits[11, 1, 0, 3, 1] = 0x7FC0  # NaN
     hot = hot_pages(bits, geometry)
-    out, status = encoded(hot, geometry)
-    for row, page, found in zip(out.rows, hot.rows, status, strict=True):
-        expected, expected_status = encode_page(page, layout)
-        assert found == expected_status, f"{seed=}"
-        if found == 0:
-            np.testing.assert_array_equal(row, expected, err_msg=f"{seed=}")
-    assert not any(status[:20]) and status[39] == 1
+    layout = layout_of(geometry, codec)
+    assert_same_as_reference(hot, layout)
+    status = encoded(hot, layout)[1]
+    assert not any(status[:6]) and status[11] == 1
 
 
+@each_lossy
 @pytest.mark.parametrize("part", [0, 1])
-@pytest.mark.parametrize(
-    ("value", "expected"), [(np.nan, 1), (np.inf, 1), (-np.inf, 1), (65505.0, 2), (65504.0, 0)]
-)
 def test_a_value_that_cannot_be_encoded_marks_its_page_and_no_other(
-    part: int, value: float, expected: int
+    codec: CodecId, part: int
 ) -> None:
-    x = normal(F32, pages=3)
-    x[1, part, 1, 15, 19] = value
-    layout = page_layout(F32, CodecId.INT8)
-    hot = hot_pages(x, F32)
-    out, status = encoded(hot, F32)
-    assert status == [0, expected, 0]
-    for page in (0, 2):
+    width, _ = widths(codec)
+    geometry = Geometry(1, 2, width, DType.FLOAT32, 16)
+    values = [np.nan, np.inf, -np.inf, 65505.0, -65505.0, 65504.0]
+    x = normal(geometry, pages=8)
+    x[1:7, part, 1, 15, width - 1] = values
+    layout = layout_of(geometry, codec)
+    hot = hot_of(x, geometry)
+    out, status = encoded(hot, layout)
+    assert status == [0, 1, 1, 1, 2, 2, 0, 0]
+    for page in (0, 6, 7):
         np.testing.assert_array_equal(out.rows[page], encode_page(hot.rows[page], layout)[0])
 
 
 @pytest.mark.parametrize("pair", [(1e6, np.nan), (np.nan, 1e6)])
 def test_nan_is_named_before_range_when_a_page_has_both(pair: tuple[float, float]) -> None:
-    x = normal(F32)
+    geometry = Geometry(1, 2, 20, DType.FLOAT32, 16)
+    x = normal(geometry)
     x[0, 0, 0, 0, 0], x[0, 1, 1, 15, 19] = pair
-    assert encoded(hot_pages(x, F32), F32)[1] == [1]
+    assert encoded(hot_of(x, geometry), layout_of(geometry, CodecId.INT8))[1] == [1]
+
+
+@pytest.mark.parametrize("dtype", DType)
+def test_raw_stores_any_bits_as_they_are(dtype: DType) -> None:
+    geometry = Geometry(1, 2, 65, dtype, 32)  # more than a run of elements, not whole runs
+    kind = np.uint32 if dtype is DType.FLOAT32 else np.uint16
+    rng = np.random.default_rng()
+    bits = rng.integers(0, np.iinfo(kind).max, shape_of(geometry, 2), kind, endpoint=True)
+    bits[0, 0, 0, 0, :4] = [0x7FC0, 0x7F81, 0xFFFF, 0x8000]
+    hot = hot_pages(bits, geometry)
+    layout = layout_of(geometry, CodecId.RAW)
+    assert_same_as_reference(hot, layout)
+    assert encoded(hot, layout)[1] == [0, 0]
 
 
 @triton.jit
 def fold_kernel(lanes: tl.tensor, sums: tl.tensor) -> None:
     row, lane = tl.arange(0, 64), tl.arange(0, 16)
-    tl.store(sums + row, _folded(tl.load(lanes + row[:, None] * 16 + lane[None, :]), 64))
+    tl.store(sums + row, folded(tl.load(lanes + row[:, None] * 16 + lane[None, :]), 64))
 
 
 def test_lanes_are_folded_in_the_references_order() -> None:
@@ -133,67 +145,35 @@ def test_lanes_are_folded_in_the_references_order() -> None:
     np.testing.assert_array_equal(sums.numpy(), lanes[:, 0])
 
 
-def test_what_stood_in_the_slot_before_leaves_no_trace() -> None:
-    geometry = Geometry(1, 2, 3, DType.BFLOAT16, 16)  # every part is padded
-    hot = hot_pages(stored(normal(geometry), DType.BFLOAT16), geometry)
-    first, second = (encoded(hot, geometry, fill)[0] for fill in (0x00, 0xFF))
+@triton.jit
+def e4m3_kernel(x: tl.tensor, codes: tl.tensor, N: tl.constexpr) -> None:
+    at = tl.arange(0, N)
+    tl.store(codes + at, e4m3_codes(tl.load(x + at), tl.full([N], 1.0, tl.float32)))
+
+
+def test_e4m3_rounds_to_nearest_even_at_every_boundary() -> None:
+    numbers = e4m3_numbers(np.arange(0x7F, dtype=np.uint8))
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    x = np.concatenate([numbers, middles, np.nextafter(middles, np.float32(0))])
+    x = np.concatenate([x, np.nextafter(middles, np.float32(500)), [0.0, 464.0, 2.0**-149]])
+    x = np.resize(np.concatenate([x, -x]).astype(np.float32), 1024)
+    codes = torch.zeros(1024, dtype=torch.uint8)
+    e4m3_kernel[(1,)](torch.tensor(x), codes, 1024)
+    np.testing.assert_array_equal(codes.numpy(), reference_e4m3(x))
+
+
+@each_codec
+def test_what_stood_in_the_slot_before_leaves_no_trace(codec: CodecId) -> None:
+    width = 32 if codec in (CodecId.K8V4, CodecId.INT4) else 3  # every part is padded
+    geometry = Geometry(1, 2, width, DType.BFLOAT16, 16)
+    hot = hot_of(normal(geometry), geometry)
+    layout = layout_of(geometry, codec)
+    first, second = (encoded(hot, layout, fill)[0] for fill in (0x00, 0xFF))
     np.testing.assert_array_equal(first.rows, second.rows)
 
 
-@each_model
-def test_a_payload_decodes_into_a_hot_page_of_its_own_dtype(geometry: Geometry) -> None:
-    layout, raw = (page_layout(geometry, codec) for codec in (CodecId.INT8, CodecId.RAW))
-    x = np.random.default_rng().standard_normal(shape_of(geometry, 1), np.float32)
-    payloads = assert_same_as_reference(x, geometry)
-    hot = Pages(1, raw.payload_bytes)
-    source, target = torch.tensor(payloads.addresses), torch.tensor(hot.addresses)
-    decode_pages(
-        source, target + raw.keys, target + raw.values, raw.head_bytes, layout, geometry.dtype
-    )
-    assert hot.guards_hold()
-    both = decode_page(payloads.rows[0], layout)
-    for part, expected in zip((raw.keys, raw.values), both, strict=True):
-        bits = narrowed(expected, geometry.dtype)
-        for head in range(geometry.kv_heads):
-            start = head * raw.head_bytes + part
-            found = hot.rows[0, start : start + raw.part_bytes[0]].view(bits.dtype)
-            np.testing.assert_array_equal(found.reshape(bits[head].shape), bits[head])
-
-
-def test_payloads_decode_into_float32_staging_and_only_into_their_tokens() -> None:
-    geometry = Geometry(1, 2, 20, DType.BFLOAT16, 16)
-    layout = page_layout(geometry, CodecId.INT8)
-    payloads = assert_same_as_reference(normal(geometry, pages=2), geometry)
-    staging = torch.full((2, 2, 70, 20), 7.0)
-    row_bytes = 20 * 4
-    starts = 19 * row_bytes + 16 * row_bytes * torch.arange(2)
-    keys_to, values_to = (staging[part].data_ptr() + starts for part in (0, 1))
-    decode_pages(
-        torch.tensor(payloads.addresses), keys_to, values_to, 70 * row_bytes, layout, DType.FLOAT32
-    )
-    for page in range(2):
-        tokens = slice(19 + 16 * page, 35 + 16 * page)
-        expected = np.stack(decode_page(payloads.rows[page], layout))
-        np.testing.assert_array_equal(staging[:, :, tokens].numpy(), expected)
-    assert (staging[:, :, :19] == 7.0).all() and (staging[:, :, 51:] == 7.0).all()
-
-
-def test_a_float16_page_at_both_ends_of_its_range_decodes_to_finite_values() -> None:
-    geometry = Geometry(1, 1, 16, DType.FLOAT16, 16)
-    layout, raw = (page_layout(geometry, codec) for codec in (CodecId.INT8, CodecId.RAW))
-    x = np.where(np.random.default_rng(0).random(shape_of(geometry)) < 0.5, -65504.0, 65504.0)
-    payloads = assert_same_as_reference(x, geometry)
-    to = torch.zeros(2, 16, 16, dtype=torch.float16)
-    at = torch.tensor([to.data_ptr()])
-    source = torch.tensor(payloads.addresses)
-    decode_pages(source, at, at + raw.part_bytes[0], raw.head_bytes, layout, DType.FLOAT16)
-    assert to.isfinite().all() and (to.abs() > 65000).all()
-
-
-def test_no_pages_is_no_work_and_another_codec_is_refused() -> None:
+@each_codec
+def test_no_pages_is_no_work(codec: CodecId) -> None:
     none = torch.empty(0, dtype=torch.int64)
-    layout = page_layout(F32, CodecId.INT8)
+    layout = layout_of(Geometry(1, 2, 32, DType.FLOAT32, 16), codec)
     assert encode_pages(none, none, layout).shape == (0,)
-    decode_pages(none, none, none, 0, layout, DType.FLOAT32)
-    with pytest.raises(InvalidArgument, match="fp8"):
-        encode_pages(none, none, page_layout(F32, CodecId.FP8))

@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tierd.memory.epochs import EPOCH_PAGE_BYTES, EpochClock, EpochWriter
 from tierd.memory.memfd import Mapping, create_memfd
 from tierd.memory.pagetable import PageTableReader, PageTableWriter
-from tierd.memory.slabs import ByteBudget, MemfdBacking, SlabIds, SlabPool, SlotRef
+from tierd.memory.slabmemory import MemfdBacking
+from tierd.memory.slabs import ByteBudget, SlabIds, SlabPool, SlotRef
 from tierd.types import CodecId, Place, Tier
 
 SLOT = 4096
@@ -77,7 +78,7 @@ class Reclamation(RuleBasedStateMachine):
         for slot in self.pool.reserve(1):
             for engine, readable in self.steps.items():
                 assert (slot.slab, slot.slot) not in readable, f"{slot} is read by {engine=}"
-            self.pool.commit(slot)
+            self.pool.commit([slot])
             place = Place(Tier.WARM, CodecId.RAW, slot.slab, slot.slot, slot.generation)
             self.writer.publish(0, block, place)
             self.published[block] = slot
@@ -87,7 +88,7 @@ class Reclamation(RuleBasedStateMachine):
         slot = self.published.pop(block, None)
         if slot is not None:
             self.writer.unpublish(0, block)
-            self.pool.retire(slot, self.clock.retire())
+            self.pool.retire([slot], self.clock.retire())
             self.writer.set_epoch(self.clock.now)
 
     @rule()

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tierd.errors import StorageFull, TierFull
 from tierd.memory import slabs
 from tierd.memory.memfd import Mapping
-from tierd.memory.slabs import ByteBudget, MemfdBacking, SlabIds, SlabPool, SlotCounts, SlotRef
+from tierd.memory.slabmemory import MemfdBacking
+from tierd.memory.slabs import ByteBudget, SlabIds, SlabPool, SlotCounts, SlotRef
 from tierd.types import SlabRecord, Tier
 
 SLOT = 8192
@@ -80,8 +81,8 @@ def test_slots_are_contiguous_from_the_lowest_slab(tiny) -> None:
 def test_a_freed_slot_is_the_first_to_be_taken_again_at_a_higher_generation(tiny) -> None:
     pool = tiny.pool()
     slots = pool.reserve(4)
-    pool.abort(slots[2])
-    pool.abort(slots[1])
+    pool.abort([slots[2]])
+    pool.abort([slots[1]])
     again = pool.reserve(2)
     assert places(again) == [(1, 1), (1, 2)]
     assert [slot.generation for slot in again] == [2, 2]
@@ -91,10 +92,10 @@ def test_the_life_cycle_passes_through_each_state(tiny) -> None:
     pool = tiny.pool()
     (slot, other) = pool.reserve(2)
     assert pool.counts() == SlotCounts(free=2, reserved=2, resident=0, retired=0)
-    pool.commit(slot)
-    pool.abort(other)
+    pool.commit([slot])
+    pool.abort([other])
     assert pool.counts() == SlotCounts(free=3, reserved=0, resident=1, retired=0)
-    pool.retire(slot, epoch=5)
+    pool.retire([slot], epoch=5)
     assert pool.counts() == SlotCounts(free=3, reserved=0, resident=0, retired=1)
     assert pool.reclaim(5) == 0
     assert pool.reclaim(6) == 1
@@ -104,8 +105,8 @@ def test_the_life_cycle_passes_through_each_state(tiny) -> None:
 def test_a_retired_slot_is_not_handed_out_before_it_is_reclaimed(tiny) -> None:
     pool = tiny.pool()
     slots = pool.reserve(10)
-    pool.commit(slots[0])
-    pool.retire(slots[0], epoch=1)
+    pool.commit([slots[0]])
+    pool.retire([slots[0]], epoch=1)
     assert pool.reserve(1) == []
     pool.reclaim(2)
     assert places(pool.reserve(1)) == places(slots[:1])
@@ -144,7 +145,7 @@ def test_pools_share_a_budget_and_pass_empty_slabs_on(tiny) -> None:
     slots = one.reserve(9)
     assert other.available_slots() == 0
     for slot in slots[:5]:
-        one.abort(slot)
+        one.abort([slot])
     assert one.release_empty_slabs() == SLAB, "the second slab still has slots in use"
     assert [slot.slab for slot in other.reserve(2)] == [4, 4]
     assert tiny.budget.peak_bytes == 10 * SLOT
@@ -154,9 +155,9 @@ def test_only_wholly_free_slabs_are_released(tiny) -> None:
     pool = tiny.pool()
     slots = pool.reserve(8)
     for slot in slots:
-        pool.commit(slot)
+        pool.commit([slot])
     for slot in slots[:4]:
-        pool.retire(slot, epoch=1)
+        pool.retire([slot], epoch=1)
     assert pool.release_empty_slabs() == 0, "retired slots may still be read"
     pool.reclaim(2)
     assert pool.release_empty_slabs() == SLAB
@@ -170,7 +171,7 @@ def test_a_slab_id_is_never_used_again(tiny) -> None:
         (slot,) = pool.reserve(1)
         assert slot.slab not in seen
         seen.add(slot.slab)
-        pool.abort(slot)
+        pool.abort([slot])
         pool.release_empty_slabs()
 
 
@@ -190,40 +191,40 @@ def test_a_slab_that_cannot_be_made_reserves_nothing_and_later_can(tiny, error) 
 def test_each_wrong_step_of_the_life_cycle_is_a_bug(tiny) -> None:
     pool = tiny.pool()
     slot, free = pool.reserve(2)
-    pool.abort(free)
+    pool.abort([free])
     for verb in (pool.commit, pool.abort):
         with pytest.raises(AssertionError):
-            verb(free)
-    pool.commit(slot)
+            verb([free])
+    pool.commit([slot])
     with pytest.raises(AssertionError):
-        pool.commit(slot)
+        pool.commit([slot])
     with pytest.raises(AssertionError):
-        pool.abort(slot)
-    pool.retire(slot, epoch=1)
+        pool.abort([slot])
+    pool.retire([slot], epoch=1)
     with pytest.raises(AssertionError):
-        pool.retire(slot, epoch=1)
+        pool.retire([slot], epoch=1)
     assert pool.counts().retired == 1
 
 
 def test_a_slot_of_an_earlier_generation_is_refused(tiny) -> None:
     pool = tiny.pool()
     (stale,) = pool.reserve(1)
-    pool.abort(stale)
+    pool.abort([stale])
     (current,) = pool.reserve(1)
     for verb in (pool.commit, pool.abort):
         with pytest.raises(AssertionError):
-            verb(stale)
-    pool.commit(current)
+            verb([stale])
+    pool.commit([current])
 
 
 def test_epochs_of_retirement_do_not_fall(tiny) -> None:
     pool = tiny.pool()
     slots = pool.reserve(2)
     for slot in slots:
-        pool.commit(slot)
-    pool.retire(slots[0], epoch=7)
+        pool.commit([slot])
+    pool.retire([slots[0]], epoch=7)
     with pytest.raises(AssertionError):
-        pool.retire(slots[1], epoch=6)
+        pool.retire([slots[1]], epoch=6)
 
 
 def test_a_hundred_thousand_slots_live_and_die() -> None:
@@ -233,9 +234,9 @@ def test_a_hundred_thousand_slots_live_and_die() -> None:
     slots = pool.reserve(count)
     assert len(set(places(slots))) == count
     for slot in slots:
-        pool.commit(slot)
+        pool.commit([slot])
     for slot in slots:
-        pool.retire(slot, epoch=1)
+        pool.retire([slot], epoch=1)
     assert pool.reclaim(2) == count
     assert pool.release_empty_slabs() == count * SLOT
     tiny.check()
@@ -249,7 +250,7 @@ def test_free_slots_far_apart_in_one_slab_are_found_in_order(apart: int) -> None
     slots = pool.reserve(count)
     freed = slots[::apart]
     for slot in freed:
-        pool.abort(slot)
+        pool.abort([slot])
     taken = [*pool.reserve(min(3, len(freed)))]
     while again := pool.reserve(min(50, len(freed) - len(taken))):
         taken += again
@@ -263,7 +264,7 @@ def test_slots_taken_one_by_one_are_those_taken_together_holes_and_released_slab
         pool = tiny.pool()
         slots = pool.reserve(30)
         for slot in [*slots[3:9], *slots[12:20], *slots[25:26]]:
-            pool.abort(slot)
+            pool.abort([slot])
         assert pool.release_empty_slabs() == 3 * SLAB  # slots 4 to 7 and 12 to 19
         counts = [1] * 20 if one_by_one else [20]
         again = [slot for count in counts for slot in pool.reserve(count)]
@@ -342,20 +343,20 @@ class LifeOfSlots(RuleBasedStateMachine):
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         pool, slot = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
-        pool.commit(slot)
+        pool.commit([slot])
         self.resident.append((pool, slot))
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         pool, slot = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
-        pool.abort(slot)
+        pool.abort([slot])
 
     @precondition(lambda self: self.resident)
     @rule(data=st.data())
     def retire(self, data: st.DataObject) -> None:
         pool, slot = self.resident.pop(data.draw(st.integers(0, len(self.resident) - 1)))
-        pool.retire(slot, self.epoch)
+        pool.retire([slot], self.epoch)
         self.retired.append((pool, slot, self.epoch))
         self.epoch += 1
 

@@ -187,12 +187,7 @@ class DurableMachine(RuleBasedStateMachine):
     # -- moves ---------------------------------------------------------------
     def carry(self, session: Session, keys: Any, *, keeps_source: bool = False) -> bool:
         """Copy pages to cold, through record and flush; say whether there was room for all."""
-        moves = []
-        for key in keys:
-            move = self.store.traffic.begin_move(key, Tier.COLD, keeps_source=keeps_source)
-            if move is None:
-                break
-            moves.append(move)
+        moves = self.store.traffic.begin_moves(keys, Tier.COLD, keeps_source=keeps_source)
         batch = Batch(moves, Tier.COLD, self.store.placement, self.rig.clock, 1e9)
         batch.carry()
         assert batch.errors == [None] * len(moves)
@@ -213,13 +208,12 @@ class DurableMachine(RuleBasedStateMachine):
         session = self.pick(pick, owned=owned)
         if session is not None:
             self.store.keeper.wake(session)
-            for key in self.rig.pages(session, Tier.COLD)[first : first + many]:
-                move = self.store.traffic.begin_move(key, Tier.WARM)
-                if move is not None:
-                    batch = Batch([move], Tier.WARM, self.store.placement, self.rig.clock, 1e9)
-                    batch.carry()
-                    assert batch.errors == [None]
-                    self.store.traffic.finish([move])
+            keys = self.rig.pages(session, Tier.COLD)[first : first + many]
+            moves = self.store.traffic.begin_moves(keys, Tier.WARM)
+            batch = Batch(moves, Tier.WARM, self.store.placement, self.rig.clock, 1e9)
+            batch.carry()
+            assert batch.errors == [None] * len(moves)
+            self.store.traffic.finish(moves)
 
     @rule(need_bytes=st.integers(1, 4 * INT8_BLOCK))
     def evict(self, need_bytes: int) -> None:

@@ -271,13 +271,15 @@ class StoreMachine(RuleBasedStateMachine):
         if session is None:
             return
         pages = sorted(session.index, key=lambda entry: entry[0])
+        wanted: dict[Tier, list[PageKey]] = {Tier.WARM: [], Tier.COLD: []}
         for (layer, block), found in pages[page % (len(pages) or 1) :][:many]:
             key = PageKey(session.number, layer, block)
             if key not in self.store.placement.moving:
-                to = Tier.COLD if found.place.tier is Tier.WARM else Tier.WARM
-                move = self.store.traffic.begin_move(key, to)
-                if move is not None:
-                    self.flying.append(move)
+                wanted[Tier.COLD if found.place.tier is Tier.WARM else Tier.WARM].append(key)
+        for to, keys in wanted.items():
+            moves = self.store.traffic.begin_moves(keys, to)
+            assert [move.key for move in moves] == keys[: len(moves)]
+            self.flying += moves
 
     @rule(pick=picks, fails=seldom, damage=seldom)
     def end_move(self, pick: int, fails: bool, damage: bool) -> None:

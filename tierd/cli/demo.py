@@ -38,6 +38,7 @@ def demo(
     block_tokens: options.BlockTokens = None,
     rope_scaling: options.RopeScaling = None,
     weights: options.Weights = options.WeightsName.AUTO,
+    device: options.Device = options.DeviceName.AUTO,
     daemon: options.JobDaemon = None,
     quiet: options.Quiet = False,
     as_json: options.AsJson = False,
@@ -66,6 +67,7 @@ def demo(
             block_tokens=block_tokens,
             rope_scaling=rope_scaling,
             weights=weights,
+            device=device,
         )
 
     if not (quiet or as_json):

@@ -83,7 +83,8 @@ def run_job_command(
             from tierd_engine.runner import prepare_job, run_job
         events.working("reading the model and the prompt (a .gguf file is converted once)")
         job = prepare_job(make_spec(), placement.daemon)
-        with _daemon_for(placement, job.sizes) as socket:
+        hot_bytes = job.sizes.hot_bytes if job.device == "cpu" else 0
+        with _daemon_for(placement, job.sizes, hot_bytes) as socket:
             report = run_job(job, socket=socket, events=events).to_dict()
         if job.spec.keeps:
             events.note(f"session {report['session']['id']} is kept; ask more with --resume")
@@ -95,16 +96,16 @@ def run_job_command(
 
 
 @contextlib.contextmanager
-def _daemon_for(placement: Placement, sizes: JobSizes) -> Iterator[str]:
-    """Yield the socket of the daemon that the job is to use."""
+def _daemon_for(placement: Placement, sizes: JobSizes, hot_bytes: int) -> Iterator[str]:
+    """Yield the socket of the daemon that the job is to use. `hot_bytes`: of hot that is in RAM."""
     if placement.daemon is not None:
-        _require_memory(sizes.hot_bytes, "--hot")
+        _require_memory(hot_bytes, "--hot")
         yield placement.daemon
         return
     from tierd.config import embedded_config
     from tierd.daemon import EmbeddedDaemon
 
-    _require_memory(sizes.hot_bytes + sizes.warm_budget_bytes, "--hot and --warm")
+    _require_memory(hot_bytes + sizes.warm_budget_bytes, "--hot and --warm")
     folder = checks.cold_folder("--cold-dir", placement.cold_dir)
     config = embedded_config(
         warm_bytes=sizes.warm_budget_bytes,

@@ -28,6 +28,14 @@ class DTypeName(enum.StrEnum):
     FLOAT16 = "float16"
 
 
+class DeviceName(enum.StrEnum):
+    """Where the model and the hot tier are."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 class WeightsName(enum.StrEnum):
     """How the model's linear layers are kept."""
 
@@ -155,6 +163,13 @@ Weights = Annotated[
         "--weights",
         help="int8: the model's linear layers in 8 bits, faster at each token, at a loss that "
         "scripts/bench weights measures.",
+    ),
+]
+Device = Annotated[
+    DeviceName,
+    typer.Option(
+        "--device",
+        help="Where the model and the hot tier are; auto: a CUDA device if there is one.",
     ),
 ]
 JobDaemon = Annotated[

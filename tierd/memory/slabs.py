@@ -16,17 +16,15 @@ Invariants:
 from __future__ import annotations
 
 import heapq
-import os
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tierd.errors import TierdError, TierFull
-from tierd.memory.memfd import Mapping, create_memfd
+from tierd.errors import TierFull
 from tierd.types import SlabRecord, Tier
 
 FREE, RESERVED, RESIDENT, RETIRED, BAD = 0, 1, 2, 3, 4
@@ -47,8 +45,18 @@ def smallest_budget(needed_bytes: int, sizes: int) -> int:
     return -(-needed_bytes * SLABS_PER_TIER_MIN // (SLABS_PER_TIER_MIN + 1 - sizes))
 
 
-@dataclass(frozen=True, slots=True)
-class SlotRef:
+class Slot(Protocol):
+    """What names a slot at one generation: a SlotRef, a Place."""
+
+    @property
+    def slab(self) -> int: ...
+    @property
+    def slot(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+
+
+class SlotRef(NamedTuple):
     """One slot at one generation: a stale one is refused by every verb."""
 
     slab: int
@@ -130,64 +138,9 @@ class SlabIds:
         return self._next - 1
 
 
-class MemfdBacking:
-    """Warm slabs: a sealed memfd and a writable mapping each."""
-
-    def __init__(self) -> None:
-        self._fds: dict[int, int] = {}
-        self._mappings: dict[int, Mapping] = {}
-
-    def create(self, slab: SlabRecord) -> None:
-        """Make a slab. Raises TierFull when the host has no memory for it."""
-        slab_id, size_bytes = slab.slab, slab.size_bytes
-        fd = create_memfd(f"tierd-slab-{slab_id}", size_bytes)
-        try:
-            self._mappings[slab_id] = Mapping(fd, size_bytes, writable=True)
-        except TierdError:
-            os.close(fd)
-            raise
-        self._fds[slab_id] = fd
-
-    def adopt(self, slab: SlabRecord, fd: int) -> None:
-        """Take in a slab that another daemon made; `fd` is copied. Raises StorageError."""
-        own = os.dup(fd)
-        try:
-            self._mappings[slab.slab] = Mapping(own, slab.size_bytes, writable=True)
-        except TierdError:
-            os.close(own)
-            raise
-        self._fds[slab.slab] = own
-
-    def destroy(self, slab_id: int) -> None:
-        """Free the memory, unmap and close. An engine that still maps the slab reads zeros."""
-        mapping = self._mappings.pop(slab_id)
-        mapping.discard()
-        mapping.close()
-        os.close(self._fds.pop(slab_id))
-
-    def fd(self, slab_id: int) -> int:
-        """Return the memfd."""
-        return self._fds[slab_id]
-
-    def mapping(self, slab_id: int) -> Mapping:
-        """Return the mapping, valid until `destroy`."""
-        return self._mappings[slab_id]
-
-    def release(self) -> None:
-        """Unmap and close every slab; the bytes live on with the engines that have them."""
-        for slab_id in list(self._fds):
-            self._mappings.pop(slab_id).close()
-            os.close(self._fds.pop(slab_id))
-
-    def close(self) -> None:
-        """Destroy every slab. Idempotent."""
-        for slab_id in list(self._fds):
-            self.destroy(slab_id)
-
-
 @dataclass(slots=True)
 class _Slab:
-    """States and generations of one slab's slots; `retired` is (epoch, slot), oldest first."""
+    """States and generations of one slab's slots; `retired` is (epoch, slots), oldest first."""
 
     states: npt.NDArray[np.uint8]
     # A slot reused each 10 ms passes 2**32 generations after 497 days.
@@ -196,18 +149,10 @@ class _Slab:
     first_free: int = 0
     takes: bool = True
     is_roomy: bool = True
-    retired: deque[tuple[int, int]] = field(default_factory=deque)
+    retired: deque[tuple[int, list[int]]] = field(default_factory=deque)
 
-    def take(self, count: int) -> npt.NDArray[np.intp] | range:
+    def take(self, count: int) -> npt.NDArray[np.intp]:
         """Reserve the lowest free slots, at most `count`; return which."""
-        first = self.first_free
-        if count == 1 and first < len(self.states) and self.states[first] == FREE:
-            # Page by page is how the mover asks: a tenth of the time of the general way.
-            self.states[first] = RESERVED
-            self.generations[first] += 1
-            self.free_count -= 1
-            self.first_free = first + 1
-            return range(first, first + 1)
         end = self.first_free + max(2 * count, _SEARCH_SLOTS)
         while True:
             searched = self.states[self.first_free : end]
@@ -222,11 +167,11 @@ class _Slab:
             self.first_free = int(slots[-1]) + 1
         return slots
 
-    def free(self, slot: int) -> None:
-        """Let a slot be taken again."""
-        self.states[slot] = FREE
-        self.free_count += 1
-        self.first_free = min(self.first_free, slot)
+    def free(self, slots: list[int]) -> None:
+        """Let slots be taken again."""
+        self.states[slots] = FREE
+        self.free_count += len(slots)
+        self.first_free = min(self.first_free, *slots)
 
 
 class SlabPool:
@@ -320,15 +265,19 @@ class SlabPool:
     def _take(self, slab_id: int, slab: _Slab, count: int) -> list[SlotRef]:
         slots = slab.take(count)
         self._count(FREE, RESERVED, len(slots))
-        return [SlotRef(slab_id, int(slot), int(slab.generations[slot])) for slot in slots]
+        generations = slab.generations[slots].tolist()
+        return [
+            SlotRef(slab_id, slot, generation)
+            for slot, generation in zip(slots.tolist(), generations, strict=True)
+        ]
 
-    def _free(self, slab_id: int, slab: _Slab, slot: int, before: int) -> None:
+    def _free(self, slab_id: int, slab: _Slab, slots: list[int], before: int) -> None:
         if not slab.takes:
-            slab.states[slot] = BAD
-            self._count(before, BAD)
+            slab.states[slots] = BAD
+            self._count(before, BAD, len(slots))
             return
-        slab.free(slot)
-        self._count(before, FREE)
+        slab.free(slots)
+        self._count(before, FREE, len(slots))
         if not slab.is_roomy:
             slab.is_roomy = True
             heapq.heappush(self._roomy, slab_id)
@@ -389,7 +338,7 @@ class SlabPool:
         self._slabs[record.slab].takes = False
         self._held.add(record.slab)
 
-    def claim(self, slot: SlotRef) -> bool:
+    def claim(self, slot: Slot) -> bool:
         """Let a held slot be a page's again; say whether it was still there to be claimed."""
         slab = self._slabs.get(slot.slab)
         if slab is None or slot.slab not in self._held or slab.states[slot.slot] != BAD:
@@ -404,8 +353,8 @@ class SlabPool:
         for slab_id in self._held & set(self._slabs):
             slab = self._slabs[slab_id]
             slab.takes = True
-            for slot in np.flatnonzero(slab.states == BAD).tolist():
-                self._free(slab_id, slab, slot, BAD)
+            if left := np.flatnonzero(slab.states == BAD).tolist():
+                self._free(slab_id, slab, left, BAD)
         self._held.clear()
 
     def close_slab(self, slab_id: int) -> None:
@@ -416,44 +365,55 @@ class SlabPool:
         self._count(FREE, BAD, slab.free_count)
         slab.free_count = 0
 
-    def condemn(self, slot: SlotRef) -> None:
+    def condemn(self, slot: Slot) -> None:
         """A resident slot's bytes came back wrong: it is never used again, so needs no epoch."""
-        self._slab(slot, RESIDENT).states[slot.slot] = BAD
-        self._count(RESIDENT, BAD)
+        self._turn([slot], RESIDENT, BAD)
 
-    def commit(self, slot: SlotRef) -> None:
-        """A reserved slot's page is whole."""
-        self._slab(slot, RESERVED).states[slot.slot] = RESIDENT
-        self._count(RESERVED, RESIDENT)
+    def commit(self, slots: Sequence[Slot]) -> None:
+        """Reserved slots' pages are whole."""
+        self._turn(slots, RESERVED, RESIDENT)
 
-    def abort(self, slot: SlotRef) -> None:
-        """A reserved slot is not wanted after all."""
-        self._free(slot.slab, self._slab(slot, RESERVED), slot.slot, RESERVED)
+    def abort(self, slots: Sequence[Slot]) -> None:
+        """Reserved slots are not wanted after all."""
+        for slab_id, numbers in self._by_slab(slots, RESERVED):
+            self._free(slab_id, self._slabs[slab_id], numbers, RESERVED)
 
-    def retire(self, slot: SlotRef, epoch: int) -> None:
-        """A resident slot's page is unpublished at `epoch`. Epochs must not fall."""
-        slab = self._slab(slot, RESIDENT)
-        assert not slab.retired or epoch >= slab.retired[-1][0], f"{epoch=} {slab.retired[-1]=}"
-        slab.states[slot.slot] = RETIRED
-        self._count(RESIDENT, RETIRED)
-        slab.retired.append((epoch, slot.slot))
+    def retire(self, slots: Sequence[Slot], epoch: int) -> None:
+        """Resident slots' pages are unpublished at `epoch`. Epochs must not fall."""
+        for slab_id, numbers in self._by_slab(slots, RESIDENT):
+            slab = self._slabs[slab_id]
+            assert not slab.retired or epoch >= slab.retired[-1][0], f"{epoch=} {slab.retired[-1]=}"
+            slab.states[numbers] = RETIRED
+            slab.retired.append((epoch, numbers))
+        self._count(RESIDENT, RETIRED, len(slots))
 
-    def _slab(self, slot: SlotRef, state: int) -> _Slab:
-        """Return the slab of a slot that is in `state`, at the caller's generation."""
-        slab = self._slabs[slot.slab]
-        found, generation = slab.states[slot.slot], slab.generations[slot.slot]
-        assert found == state, f"{slot} is in state {found}, not {state}"
-        assert generation == slot.generation, f"{slot} is at generation {generation}"
-        return slab
+    def _turn(self, slots: Sequence[Slot], before: int, after: int) -> None:
+        for slab_id, numbers in self._by_slab(slots, before):
+            self._slabs[slab_id].states[numbers] = after
+        self._count(before, after, len(slots))
+
+    def _by_slab(self, slots: Sequence[Slot], state: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield each slab with its slots, which are in `state`, at the caller's generations."""
+        slab_ids = {slot.slab for slot in slots}
+        for slab_id in slab_ids:
+            of_slab = [s for s in slots if s.slab == slab_id] if len(slab_ids) > 1 else slots
+            numbers = [slot.slot for slot in of_slab]
+            found = self._slabs[slab_id].states[numbers]
+            generations = self._slabs[slab_id].generations[numbers]
+            assert (found == state).all(), f"{of_slab} are in states {found}, not {state}"
+            same = generations == [slot.generation for slot in of_slab]
+            assert same.all(), f"{of_slab} are at generations {generations}"
+            assert len(set(numbers)) == len(numbers), f"{of_slab}: a slot twice"
+            yield slab_id, numbers
 
     def reclaim(self, safe_epoch: int) -> int:
         """Free the slots retired before `safe_epoch`; return how many."""
         freed = 0
         for slab_id, slab in self._slabs.items():
             while slab.retired and slab.retired[0][0] < safe_epoch:
-                _, slot = slab.retired.popleft()
-                self._free(slab_id, slab, slot, RETIRED)
-                freed += 1
+                _, slots = slab.retired.popleft()
+                self._free(slab_id, slab, slots, RETIRED)
+                freed += len(slots)
         return freed
 
     def release_empty_slabs(self) -> int:
@@ -482,7 +442,8 @@ class SlabPool:
             totals += counts
             assert len(counts) == _STATES and sum(counts) == total, f"{slab_id=} {counts=}"
             assert free == slab.free_count, f"{slab_id=} {free=} {slab.free_count=}"
-            assert retired == len(slab.retired), f"{slab_id=} {retired=} {len(slab.retired)=}"
+            waiting = sum(len(slots) for _, slots in slab.retired)
+            assert retired == waiting, f"{slab_id=} {retired=} {waiting=}"
             first = int(np.argmin(slab.states)) if free else total  # FREE is the least state
             assert slab.first_free <= first, f"{slab_id=} {first=} {slab.first_free=}"
             assert slab.is_roomy == (slab_id in self._roomy) >= (free > 0), f"{slab_id=} {free=}"

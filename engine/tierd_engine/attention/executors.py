@@ -14,7 +14,8 @@ Buffers are made once; the decode path allocates nothing after warm-up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ import torch
 
 from tierd.codec import decode_pages
 from tierd.codec.layout import HEADER_BYTES, PageLayout
-from tierd.types import Geometry
+from tierd.types import CodecId, Geometry
 from tierd_engine.arena import HotArena
 from tierd_engine.attention.copying import copy_pages
 from tierd_engine.attention.cpu import attend_pages, merge_partials
@@ -36,8 +37,23 @@ FEW_QUERIES_MAX = 16  # up to here the fused kernel; a prefill chunk of more goe
 Float32Array = npt.NDArray[np.float32]
 
 
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """The running step: `positions` int64 [n] of its tokens, from `first_position` on.
+
+    hot_tokens: int32 [hot blocks of the plan], the valid tokens of each.
+    """
+
+    first_position: int
+    positions: IntArray
+    hot_tokens: npt.NDArray[np.int32]
+
+
 class Executors:
-    """Runs one layer's plan. `require_valid` raises if a copy just made must not be used."""
+    """Runs one layer's plan. `require_valid` raises if a copy just made must not be used.
+
+    A step is `begin`, `attend` for each layer, then `finish`; or `cancel`.
+    """
 
     def __init__(
         self,
@@ -57,9 +73,56 @@ class Executors:
         # Warm pages that stream copies get a ring of their own: cold reads run ahead in theirs.
         self.copy_ring = StagingRing(0)
         self._require_valid = require_valid
+        self._running: tuple[StepPlan, StepView, PlanMode] | None = None
         self._o: Float32Array = np.empty(0, dtype=np.float32)
         self._lse: Float32Array = np.empty(0, dtype=np.float32)
 
+    # -- a step -------------------------------------------------------------------
+    def begin(self, plan: StepPlan, view: StepView, mode: PlanMode) -> None:
+        """Start on a step."""
+        self._running = plan, view, mode
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """Return o [n, heads, head_dim] in the query's dtype, over every token up to each query.
+
+        query: [heads, n, head_dim]; keys, values: [kv_heads, n, head_dim], the step's own.
+        """
+        assert self._running is not None, "no step is running"
+        plan, view, mode = self._running
+        if query.shape[1] <= FEW_QUERIES_MAX:
+            q = query.transpose(0, 1).to(torch.float32).contiguous().numpy()
+            mode = PlanMode.NEAR if mode is PlanMode.AUTO else mode
+            out = self.attend_few(layer, plan, q, view.positions, view.hot_tokens, mode, scale)
+            return torch.from_numpy(out).to(query.dtype)
+        mode = PlanMode.STREAM if mode is PlanMode.AUTO else mode
+        o = self.attend_many(
+            layer, plan, query.float(), keys.float(), values.float(), view.first_position, mode,
+            scale,
+        )  # fmt: skip
+        return o.transpose(0, 1).to(query.dtype)
+
+    def finish(self) -> None:
+        """End a step; nothing of it is left under way."""
+        self._running = None
+
+    def cancel(self) -> None:
+        """Give a step up at any point. Idempotent."""
+        self._running = None
+
+    def warm_up(self, codecs: Collection[CodecId]) -> None:
+        """Compile every kernel that a session over pages of these codecs runs."""
+        from tierd_engine.warmup import warm_up
+
+        warm_up(self.geometry, self.heads, self.staging, codecs)
+
+    # -- few queries, and many ------------------------------------------------------
     def attend_few(
         self,
         layer: int,
@@ -217,3 +280,10 @@ class Executors:
     def staging_bytes(self) -> int:
         """Bytes of all staging: they do not grow with the context."""
         return self.ring.total_bytes + self.copy_ring.total_bytes + self.staging.total_bytes
+
+    def close(self) -> None:
+        """Nothing to do: the reader is its owner's."""
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless partials have room for their lse."""
+        assert self._o.size == self._lse.size * self.geometry.head_dim, f"{self._o.size=}"

@@ -3,8 +3,9 @@
 Ours: pages of a real store, moved in batches over the daemon's lanes, each
 page's header and digest made or checked on the way (tierd/carry.py). The limit:
 fio with O_DIRECT, the same bytes an I/O and as many I/Os at a time as there are
-lanes. Both fill newly allocated files, and read back what they filled. Rounds
-alternate; the figure is the median of the rounds.
+lanes. Both fill newly allocated files, and read back what they filled, one right
+after the other. Each round is also run without the digests of the pages' bytes:
+what they cost is the loss of speed by them.
 """
 
 from __future__ import annotations
@@ -32,9 +33,8 @@ from tierd.disk.volatile import VolatileLedger
 from tierd.lanes import LANES, ThreadLanes
 from tierd.memory.epochs import EPOCH_PAGE_BYTES
 from tierd.memory.memfd import Mapping, create_memfd
-from tierd.memory.slabs import MemfdBacking
+from tierd.memory.slabmemory import MemfdBacking
 from tierd.mover import BATCH_BYTES
-from tierd.placement import Move
 from tierd.pools import TierParts
 from tierd.sessions import Session
 from tierd.store import Store
@@ -43,6 +43,7 @@ from tierd.units import format_size
 from tierd_engine.bench.fio import HOW_TO_GET_FIO, Limit
 
 BAR = 0.85
+CHECKSUM_BAR = 0.03
 # Llama-3.1-8B and SmolLM2-135M: int8 pages of 516 KiB and 103 KiB and a header.
 GEOMETRIES = {
     "8b": Geometry(32, kv_heads=8, head_dim=128, dtype=DType.BFLOAT16, block_tokens=256),
@@ -54,7 +55,11 @@ _TEMPLATES = 8
 
 @dataclass(frozen=True, slots=True)
 class DiskRow:
-    """Medians for pages of one model, bytes per second; `load` is the machine's when it ended."""
+    """Medians for pages of one model; `load` is the machine's when it ended.
+
+    A ratio is the median over pairs taken one after the other, not the ratio of medians: a
+    shared disk's speed doubles and halves within seconds. The costs are pairs likewise.
+    """
 
     model: str
     slot_bytes: int
@@ -63,21 +68,15 @@ class DiskRow:
     total_bytes: int
     rounds: int
     tool: str
+    load: float
     write_bytes_per_second: float
     write_limit_bytes_per_second: float
     read_bytes_per_second: float
     read_limit_bytes_per_second: float
-    load: float
-
-    @property
-    def write_ratio(self) -> float:
-        """Ours over the limit."""
-        return self.write_bytes_per_second / self.write_limit_bytes_per_second
-
-    @property
-    def read_ratio(self) -> float:
-        """Ours over the limit."""
-        return self.read_bytes_per_second / self.read_limit_bytes_per_second
+    write_ratio: float
+    read_ratio: float
+    write_checksum_cost: float
+    read_checksum_cost: float
 
     @property
     def holds(self) -> bool:
@@ -102,6 +101,13 @@ class _CountingDisk(PosixDisk):
     def _count(self, buffers: Sequence[memoryview]) -> None:
         self.ios += 1
         self.io_bytes += sum(map(len, buffers))
+
+
+class _Unchecked(Batch):
+    """Carries pages without looking at their bytes, to tell what looking costs."""
+
+    def _is_sound(self, number: int) -> bool:
+        return True
 
 
 class DiskRig:
@@ -149,18 +155,17 @@ class DiskRig:
     def allocate(self, session: Session) -> None:
         """Make the cold slabs, as fio's file is made before its time runs."""
         pool = self.store.placement.pool(Tier.COLD, session, CodecId.INT8)
-        for slot in pool.reserve(self.total_bytes // self.layout.slot_bytes):
-            pool.abort(slot)
+        pool.abort(pool.reserve(self.total_bytes // self.layout.slot_bytes))
 
-    async def move(self, session: Session, to: Tier) -> float:
-        """Carry all pages of a session to a tier; return bytes per second."""
+    async def move(self, session: Session, to: Tier, kind: type[Batch] = Batch) -> float:
+        """Carry all pages of a session to a tier, in such batches; return bytes per second."""
         source = Tier.WARM if to is Tier.COLD else Tier.COLD
         keys = self.store.traffic.pages_in(source, session, session.index.blocks_in(source))
         lanes = ThreadLanes()
         landed: asyncio.Queue[Batch] = asyncio.Queue()
         start = time.perf_counter()
         flying, settled = 0, 0
-        batches = self._batches(keys, to)
+        batches = self._batches(keys, to, kind)
         batch = next(batches, None)
         while batch is not None or flying:
             while batch is not None and lanes.free():
@@ -178,16 +183,12 @@ class DiskRig:
         self.store.reclaim()
         return self.total_bytes / seconds
 
-    def _batches(self, keys: Sequence[PageKey], to: Tier) -> Iterator[Batch]:
+    def _batches(self, keys: Sequence[PageKey], to: Tier, kind: type[Batch]) -> Iterator[Batch]:
         count = -(-BATCH_BYTES // self.layout.slot_bytes)
         for first in range(0, len(keys), count):
-            moves = [self._begin(key, to) for key in keys[first : first + count]]
-            yield Batch(moves, to, self.store.placement, self.store.clock, float("inf"))
-
-    def _begin(self, key: PageKey, to: Tier) -> Move:
-        move = self.store.traffic.begin_move(key, to)
-        assert move is not None, "the rig has room for all"
-        return move
+            moves = self.store.traffic.begin_moves(keys[first : first + count], to)
+            assert len(moves) == len(keys[first : first + count]), "the rig has room for all"
+            yield kind(moves, to, self.store.placement, self.store.clock, float("inf"))
 
     def drop(self, session: Session) -> None:
         """Close a session; its cold slabs are given back."""
@@ -219,28 +220,36 @@ def bench_disk(
 
 def _bench(folder: Path, model: str, total_bytes: int, rounds: int) -> DiskRow:
     with _rig(folder / "cold", GEOMETRIES[model], total_bytes) as rig:
-        ours = [asyncio.run(_round(rig))]  # warms up, and tells our size of an I/O
+        _round(rig, Batch)  # warms up, and tells our size of an I/O
         io_bytes = rig.disk.io_bytes // rig.disk.ios // 4096 * 4096
         limit = Limit(folder, io_bytes, LANES, rig.total_bytes // io_bytes * io_bytes)
-        limits = []
+        found = []
         for _ in range(rounds):
-            limits.append((limit.write(), limit.read()))
-            ours.append(asyncio.run(_round(rig)))
-        writes, reads = (statistics.median(side) for side in zip(*ours[1:], strict=True))
-        write_limit, read_limit = (statistics.median(side) for side in zip(*limits, strict=True))
+            written, read, write_limit, read_limit = _round(rig, Batch, limit)
+            bare_written, bare_read, _, _ = _round(rig, _Unchecked)
+            found.append((
+                written, write_limit, read, read_limit, written / write_limit, read / read_limit,
+                1 - written / bare_written, 1 - read / bare_read,
+            ))  # fmt: skip
+        speeds = [statistics.median(side) for side in zip(*found, strict=True)]
         return DiskRow(
             model, rig.layout.slot_bytes, io_bytes, LANES, rig.total_bytes, rounds, limit.tool,
-            writes, write_limit, reads, read_limit, os.getloadavg()[0],
+            os.getloadavg()[0], *speeds,
         )  # fmt: skip
 
 
-async def _round(rig: DiskRig) -> tuple[float, float]:
+def _round(
+    rig: DiskRig, kind: type[Batch], limit: Limit | None = None
+) -> tuple[float, float, float, float]:
+    """Return bytes/s of a spill, of its cold read, and of the limit right before each (or 0)."""
     session = rig.fill()
     rig.allocate(session)
-    spilled = await rig.move(session, Tier.COLD)
-    read = await rig.move(session, Tier.WARM)
+    write_limit = limit.write() if limit else 0.0
+    written = asyncio.run(rig.move(session, Tier.COLD, kind))
+    read_limit = limit.read() if limit else 0.0
+    read = asyncio.run(rig.move(session, Tier.WARM, kind))
     rig.drop(session)
-    return spilled, read
+    return written, read, write_limit, read_limit
 
 
 def disk_to_dict(rows: Sequence[DiskRow]) -> dict[str, object]:
@@ -248,10 +257,7 @@ def disk_to_dict(rows: Sequence[DiskRow]) -> dict[str, object]:
     return {
         "write_ratio_to_fio": min(row.write_ratio for row in rows),
         "read_ratio_to_fio": min(row.read_ratio for row in rows),
-        "rows": [
-            {**asdict(row), "write_ratio": row.write_ratio, "read_ratio": row.read_ratio}
-            for row in rows
-        ],
+        "rows": [asdict(row) for row in rows],
     }
 
 
@@ -276,3 +282,7 @@ def print_disk(rows: Sequence[DiskRow]) -> None:
                 f"  {name:9} {ours / 1e9:6.2f} GB/s   {row.tool} {limit / 1e9:6.2f} GB/s   "
                 f"ratio {ratio:.2f}   bar {BAR} {verdict}"
             )
+        costs = (("spill", row.write_checksum_cost), ("cold read", row.read_checksum_cost))
+        for name, cost in costs:
+            verdict = "holds" if cost <= CHECKSUM_BAR else "MISSED"
+            print(f"  {name:9} digests cost {cost:6.1%}   bar {CHECKSUM_BAR:.0%} {verdict}")

@@ -25,7 +25,7 @@ from tierd.disk.ledger import SNAPSHOT_RECORDS, Ledger
 from tierd.disk.posix import PosixDisk
 from tierd.disk.records import PAGE_ROW, Rows, SessionRecord
 from tierd.disk.slabfiles import SlabFiles, slab_name
-from tierd.memory.slabs import MemfdBacking
+from tierd.memory.slabmemory import MemfdBacking
 from tierd.pools import TierParts
 from tierd.store import Store
 from tierd.types import CodecId, DType, Geometry, Namespace, SlabRecord

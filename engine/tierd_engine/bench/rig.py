@@ -11,7 +11,6 @@ from tierd.daemon import EmbeddedDaemon
 from tierd.types import CodecId, Geometry, Namespace
 from tierd_engine.attention.plan import PlanMode
 from tierd_engine.session import SessionKV
-from tierd_engine.warmup import warm_up
 
 
 @contextlib.contextmanager
@@ -39,7 +38,7 @@ def open_session_kv(
         handle = client.open_session(namespace, total_tokens)
         kv = SessionKV(client, handle, heads, hot_bytes, total_tokens, plan)
         try:
-            warm_up(geometry, heads, codec, kv.executors.staging)
+            kv.executors.warm_up({codec})
             kv.arena.poison()
             yield kv
         finally:

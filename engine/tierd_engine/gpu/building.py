@@ -24,8 +24,10 @@ from triton.compiler import ASTSource
 from tierd.codec.layout import page_layout
 from tierd.types import CodecId, DType, Geometry
 from tierd_engine.gpu.attending import attend_kernel
+from tierd_engine.gpu.decoding import decode_kernel
+from tierd_engine.gpu.digesting import digest_kernel
 from tierd_engine.gpu.elements import EXACT, FUSED
-from tierd_engine.gpu.encoding import decode_int8_kernel, encode_int8_kernel
+from tierd_engine.gpu.encoding import ENCODE, encode_kernel
 from tierd_engine.gpu.merging import MERGE, merge_kernel
 from tierd_engine.gpu.shapes import call_shape, padded, page_shape, warps_of
 
@@ -107,16 +109,15 @@ def kernels_of(model: Model, queries: tuple[int, ...] = QUERIES) -> Iterator[Ker
     """Yield every kernel that a model's jobs run, attention for these numbers of queries."""
     geometry = Geometry(1, model.kv_heads, model.head_dim, model.dtype)
     heads = model.kv_heads * model.share
-    int8 = page_layout(geometry, CodecId.INT8)
-    shape = page_shape(int8)
-    yield Kernel("encode int8", encode_int8_kernel, ("*i64", "*i64", "*i32", shape), EXACT)
     arguments: tuple[Any, ...]
-    for to in sorted({model.dtype, DType.FLOAT32}):
-        arguments = ("*i64", "*i64", "*i64", "i32", shape, to.value)
-        yield Kernel(f"decode int8 to {to}", decode_int8_kernel, arguments, EXACT)
     for codec in CODECS:
         layout = page_layout(geometry, codec)
         page = page_shape(layout)
+        arguments = ("*i64", "*i64", "*i32", page)
+        yield Kernel(f"encode {codec.name.lower()}", encode_kernel, arguments, ENCODE)
+        for to in sorted({model.dtype, DType.FLOAT32}):
+            arguments = ("*i64", "*i64", "*i64", "i32", page, to.value)
+            yield Kernel(f"decode {codec.name.lower()} to {to}", decode_kernel, arguments, EXACT)
         for n in queries:
             call = call_shape(layout, heads, n, is_causal=n > 1, is_interpreted=False)
             arguments = (
@@ -130,6 +131,7 @@ def kernels_of(model: Model, queries: tuple[int, ...] = QUERIES) -> Iterator[Ker
     sizes = (model.head_dim, padded(model.head_dim))
     arguments = ("*fp32", "*fp32", "*fp32", "*fp32", "i32", "i32", *sizes)
     yield Kernel("merge", merge_kernel, arguments, MERGE)
+    yield Kernel("digest", digest_kernel, ("*i64", "*i64", "i32"), EXACT)
 
 
 def build(kernel: Kernel, capability: int) -> Build:
@@ -157,7 +159,7 @@ def build(kernel: Kernel, capability: int) -> Build:
         kernel.name, capability, shared_bytes=compiled.metadata.shared,
         cubin_bytes=len(compiled.asm["cubin"]),
         loose=tuple(sorted(set(_LOOSE.findall(compiled.asm["ptx"])))),
-        must_be_exact=kernel.options is EXACT,
+        must_be_exact=not kernel.options["enable_fp_fusion"],
         **{name: int(_found(pattern, said.getvalue())) for name, pattern in _RESOURCES.items()},
     )  # fmt: skip
 

@@ -22,6 +22,7 @@ HALF_MAX_BITS = tl.constexpr(0x477FE000)  # of float32; larger ones are out of r
 INFINITY_BITS = tl.constexpr(0x7F800000)
 OUT_OF_RANGE = tl.constexpr(1)  # severities: the worst of a page is what counts
 NOT_FINITE = tl.constexpr(2)
+RUN = tl.constexpr(1024)  # elements of a copy at a time: 8 a thread
 
 
 @triton.jit
@@ -66,6 +67,31 @@ def store_narrow(
         bits = x.to(tl.uint32, bitcast=True)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
         tl.store(start.to(tl.pointer_type(tl.uint16)) + at, rounded, mask=mask)
+
+
+@triton.jit
+def copy_elements(
+    source: tl.tensor, target: tl.tensor, first: tl.tensor, count: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Copy `count` elements of a dtype from `first` on, bit for bit."""
+    BITS: tl.constexpr = tl.uint32 if DTYPE == "float32" else tl.uint16
+    for start in range(0, count, RUN):
+        at = start + tl.arange(0, RUN)
+        bits = tl.load(typed(source, 0, BITS) + first + at, mask=at < count, other=0)
+        tl.store(typed(target, 0, BITS) + first + at, bits, mask=at < count)
+
+
+@triton.jit
+def widen_elements(
+    source: tl.tensor, target: tl.tensor, first: tl.tensor, count: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Copy `count` elements from `first` on, from a dtype to float32, exact."""
+    for start in range(0, count, RUN):
+        at = start + tl.arange(0, RUN)
+        x = load_wide(source, 0, first + at, at < count, DTYPE)
+        tl.store(typed(target, 0, tl.float32) + first + at, x, mask=at < count)
 
 
 @triton.jit

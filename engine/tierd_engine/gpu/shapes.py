@@ -68,7 +68,7 @@ def page_shape(layout: PageLayout) -> PageShape:
     gaps = []
     for start, size in zip(layout.parts, layout.part_bytes, strict=True):
         gap = round_up(size, CACHE_LINE_BYTES) - size
-        if gap and layout.codec is not CodecId.RAW:
+        if gap:
             gaps.append((start + size, gap))
     return PageShape(
         layout.codec.name.lower(), layout.dtype.value, layout.kv_heads, layout.head_dim,

@@ -268,12 +268,14 @@ class PlanDemotionReply(_message.Message):
     def __init__(self, reservation: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., slabs: _Optional[bytes] = ..., slots: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., codecs: _Optional[bytes] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("reservation", "digests")
+    __slots__ = ("reservation", "digests", "device_digests")
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     reservation: int
     digests: bytes
-    def __init__(self, reservation: _Optional[int] = ..., digests: _Optional[bytes] = ...) -> None: ...
+    device_digests: bytes
+    def __init__(self, reservation: _Optional[int] = ..., digests: _Optional[bytes] = ..., device_digests: _Optional[bytes] = ...) -> None: ...
 
 class CommitReply(_message.Message):
     __slots__ = ()

@@ -1,0 +1,134 @@
+"""The kernels that the device's executors launch: Triton's on a GPU, the CPU's on the fake.
+
+All arguments are tensors on the device, absolute addresses among them. Shapes and dtypes are
+those of tierd_engine.gpu: attend_pages, merge_partials and encode_pages.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tierd.codec.layout import PageLayout
+from tierd.types import CodecId
+
+
+class PageKernels(Protocol):
+    """Called inside `Device.launch` only. Nothing here waits."""
+
+    def attend(
+        self, q: torch.Tensor, addresses: torch.Tensor, tokens: torch.Tensor, layout: PageLayout,
+        scale: float, o: torch.Tensor, lse: torch.Tensor, firsts: torch.Tensor | None,
+        positions: torch.Tensor | None, pages_each: int,
+    ) -> None:  # fmt: skip
+        """Write a partial for each run of `pages_each` pages to o and lse."""
+
+    def merge(
+        self, o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, out_lse: torch.Tensor
+    ) -> None:
+        """Merge partials in index order."""
+
+    def can_encode(self, codec: CodecId) -> bool:
+        """Return whether `encode` takes pages of this codec."""
+
+    def encode(
+        self, source: torch.Tensor, target: torch.Tensor, layout: PageLayout, status: torch.Tensor
+    ) -> None:
+        """Encode hot pages; write a status each, int32 [pages], 0 where it went well."""
+
+
+class TritonKernels:
+    """The GPU's kernels."""
+
+    # What gpu.encoding has kernels for; pages of other codecs are encoded by the CPU.
+    _ENCODED = frozenset({CodecId.INT8})
+
+    def attend(
+        self, q: torch.Tensor, addresses: torch.Tensor, tokens: torch.Tensor, layout: PageLayout,
+        scale: float, o: torch.Tensor, lse: torch.Tensor, firsts: torch.Tensor | None,
+        positions: torch.Tensor | None, pages_each: int,
+    ) -> None:  # fmt: skip
+        """See PageKernels."""
+        from tierd_engine.gpu.attending import attend_pages
+
+        attend_pages(
+            q, addresses, tokens, layout, scale, o, lse, firsts, positions, pages_each=pages_each
+        )
+
+    def merge(
+        self, o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, out_lse: torch.Tensor
+    ) -> None:
+        """See PageKernels."""
+        from tierd_engine.gpu.merging import merge_partials
+
+        merge_partials(o, lse, out, out_lse)
+
+    def can_encode(self, codec: CodecId) -> bool:
+        """See PageKernels."""
+        return codec in self._ENCODED
+
+    def encode(
+        self, source: torch.Tensor, target: torch.Tensor, layout: PageLayout, status: torch.Tensor
+    ) -> None:
+        """See PageKernels."""
+        from tierd_engine.gpu.encoding import encode_pages
+
+        status.copy_(encode_pages(source, target, layout))
+
+
+class HostKernels:
+    """The CPU's kernels, for a device whose memory is the host's. `encoded`: for `can_encode`."""
+
+    def __init__(self, encoded: frozenset[CodecId] = frozenset(CodecId)) -> None:
+        self._encoded = encoded
+
+    def attend(
+        self, q: torch.Tensor, addresses: torch.Tensor, tokens: torch.Tensor, layout: PageLayout,
+        scale: float, o: torch.Tensor, lse: torch.Tensor, firsts: torch.Tensor | None,
+        positions: torch.Tensor | None, pages_each: int,
+    ) -> None:  # fmt: skip
+        """See PageKernels."""
+        from tierd_engine.attention.cpu import attend_pages, merge_partials
+
+        pages, (n, heads, head_dim) = len(addresses), q.shape
+        page_o = np.empty((pages, n, heads, head_dim), np.float32)
+        page_lse = np.empty((pages, n, heads), np.float32)
+        wide = q.float().contiguous().numpy()
+        for start in range(0, n, _QUERIES_AT_ONCE):
+            part = slice(start, min(start + _QUERIES_AT_ONCE, n))
+            part_o = np.ascontiguousarray(page_o[:, part])
+            part_lse = np.ascontiguousarray(page_lse[:, part])
+            attend_pages(
+                np.ascontiguousarray(wide[part]), addresses.numpy(), tokens.numpy(), layout,
+                scale, part_o, part_lse, None if firsts is None else firsts.numpy(),
+                None if positions is None else positions[part].contiguous().numpy(),
+            )  # fmt: skip
+            page_o[:, part], page_lse[:, part] = part_o, part_lse
+        for number, first in enumerate(range(0, pages, pages_each)):
+            run = slice(first, first + pages_each)
+            merge_partials(page_o[run], page_lse[run], o[number].numpy(), lse[number].numpy())
+
+    def merge(
+        self, o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, out_lse: torch.Tensor
+    ) -> None:
+        """See PageKernels."""
+        from tierd_engine.attention.cpu import merge_partials
+
+        merge_partials(o.numpy(), lse.numpy(), out.numpy(), out_lse.numpy())
+
+    def can_encode(self, codec: CodecId) -> bool:
+        """See PageKernels."""
+        return codec in self._encoded
+
+    def encode(
+        self, source: torch.Tensor, target: torch.Tensor, layout: PageLayout, status: torch.Tensor
+    ) -> None:
+        """See PageKernels."""
+        from tierd.codec import encode_pages
+
+        status.copy_(torch.from_numpy(encode_pages(source.numpy(), target.numpy(), layout)))
+
+
+_QUERIES_AT_ONCE = 16  # that the CPU's kernel takes

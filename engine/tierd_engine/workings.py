@@ -1,0 +1,152 @@
+"""Workings of a session: what holds, moves and attends over its pages, on the host or a device.
+
+Invariants:
+  on a device each warm slab is added to the pins before any of its bytes is copied
+  `close` and `forget_slabs` unpin what was pinned here, before anything is unmapped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tierd.client import Client, MappedSlab, SessionHandle
+from tierd.codec.layout import page_layout
+from tierd.types import CodecId, Geometry
+from tierd_engine.agent import TransferAgent
+from tierd_engine.arena import HotArena
+from tierd_engine.attention.executors import Executors
+from tierd_engine.coldread import ColdReader
+from tierd_engine.staging import StagingRing
+
+if TYPE_CHECKING:
+    from tierd_engine.device.encoder import DeviceEncoder
+    from tierd_engine.device.executors import DeviceExecutors
+    from tierd_engine.device.opening import DeviceRig
+
+
+class Workings:
+    """Arena, reader, executors and agent of one session. `rig` None: all of it on the host.
+
+    `require_valid` raises StaleGeneration if pages read in the running step may have been
+    given away. Raises BudgetTooSmall, HotBudgetExceeded, DeviceFailed.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        handle: SessionHandle,
+        heads: int,
+        hot_budget_bytes: int,
+        max_tokens: int,
+        require_valid: Callable[[], None],
+        rig: DeviceRig | None = None,
+    ) -> None:
+        geometry = handle.namespace.geometry
+        self._client, self._rig = client, rig
+        self._pinned: set[int] = set()
+        self._encoder: DeviceEncoder | None = None
+        blocks = geometry.blocks_for(max_tokens)
+        self.arena: HotArena
+        self.executors: Executors | DeviceExecutors
+        if rig is None:
+            self.arena = HotArena(geometry, hot_budget_bytes, blocks_max=blocks)
+            self.reader = _reader(geometry)
+            self.executors = Executors(
+                geometry, heads, self.arena, self.reader, self.reader.ring, require_valid
+            )
+            self.agent = TransferAgent(client, handle, self.arena)
+            return
+        from tierd_engine.device.arena import DeviceArena
+        from tierd_engine.device.encoder import DeviceEncoder
+        from tierd_engine.device.executors import DeviceExecutors
+
+        device, kernels = rig.device, rig.kernels
+        arena = DeviceArena(device, geometry, hot_budget_bytes, blocks_max=blocks)
+        self.arena, self.reader = arena, _reader(geometry)
+        try:
+            executors = DeviceExecutors(
+                device, kernels, geometry, heads, arena, self.reader, rig.pins, require_valid,
+                rig.rates,
+            )  # fmt: skip
+            self._encoder = DeviceEncoder(device, kernels, arena, executors.stager.demand)
+            ring = self.reader.ring
+            self._pin(ring.base_address, ring.total_bytes, ring.chunk_bytes)
+        except BaseException:
+            self.reader.close()  # the device's memory goes with the rig
+            raise
+        self.executors = executors
+        self.agent = TransferAgent(
+            client, handle, arena, encode=self._encoder.encode, slab_of=self.slab
+        )
+        client.unmapping.append(self.forget_slabs)
+
+    def slab(self, slab_id: int) -> MappedSlab:
+        """Return a slab, pinned where that is of use. As Client.slab."""
+        slab = self._client.slab(slab_id)
+        if self._rig is not None and slab.address:
+            self._pin(slab.address, slab.slot_bytes * slab.slots, slab.slot_bytes)
+        return slab
+
+    def _pin(self, address: int, size_bytes: int, slot_bytes: int) -> None:
+        if self._rig is not None and address not in self._pinned:
+            self._rig.pins.add(address, size_bytes, slot_bytes)
+            self._pinned.add(address)
+
+    def forget_slabs(self) -> None:
+        """Unpin every slab, because it is unmapped next. No step may be running."""
+        if self._rig is None:
+            return
+        ring = self.reader.ring.base_address
+        for address in self._pinned - {ring}:
+            self._rig.pins.remove(address)
+        self._pinned &= {ring}
+
+    def figures(self) -> dict[str, Any] | None:
+        """Return the report's section on the device; None on the host."""
+        if self._rig is None:
+            return None
+        from tierd_engine.device.executors import DeviceExecutors
+
+        assert isinstance(self.executors, DeviceExecutors)
+        pins, stager, near = (
+            self._rig.pins.figures(), self.executors.stager.counts, self.executors.near.counts
+        )  # fmt: skip
+        return {
+            "name": self._rig.device.name,
+            "pinned_bytes": pins.pinned_bytes,
+            "pageable_bytes": pins.pageable_bytes,
+            "pageable_reason": pins.reason,
+            "streamed_bytes": stager.copied_bytes,
+            "copies": stager.copies,
+            "near_bytes": near.bytes,
+            "near_share": self.executors.rates.share,
+        }
+
+    def close(self) -> None:
+        """Stop reading, and give the device's memory back. Gives a running step up. Idempotent."""
+        if self._encoder is not None and self._rig is not None:
+            self.executors.close()
+            self._encoder.close()
+            self.arena.close()
+            self._encoder = None
+            self.reader.close()
+            self._client.unmapping.remove(self.forget_slabs)
+            self.forget_slabs()
+            self._rig.pins.remove(self.reader.ring.base_address)
+            self._pinned.clear()
+            return
+        self.reader.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every part is whole."""
+        self.arena.check_integrity()
+        self.reader.check_integrity()
+        self.executors.check_integrity()
+        if self._rig is not None:
+            self._rig.pins.check_integrity()
+            self._rig.device.check_integrity()
+
+
+def _reader(geometry: Geometry) -> ColdReader:
+    return ColdReader(StagingRing(page_layout(geometry, CodecId.RAW).slot_bytes))

@@ -1,0 +1,180 @@
+"""The CUDA port: refused without a GPU, and each name that it uses of CuPy is there."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import ctypes
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tierd.errors import DeviceFailed, DeviceUnavailable
+from tierd_engine.device import cupyport
+from tierd_engine.device.fake import FakeDevice
+from tierd_engine.device.port import Device, Rows
+
+SOURCE = Path(cupyport.__file__)
+
+
+def test_both_devices_have_what_the_port_asks_for() -> None:
+    asked = {name for name in vars(Device) if not name.startswith("_")}
+    for kind in (cupyport.CupyDevice, FakeDevice):
+        for name in asked:
+            member = inspect.getattr_static(Device, name)
+            if callable(member):
+                own = inspect.signature(getattr(kind, name)).parameters
+                assert list(own) == list(inspect.signature(member).parameters), (kind, name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_is_refused() -> None:
+    with pytest.raises(DeviceUnavailable):
+        cupyport.CupyDevice()
+
+
+def test_cupy_is_imported_in_this_one_module() -> None:
+    package = SOURCE.parent.parent
+    importers = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name.partition(".")[0] == "cupy" for name in names):
+                importers.add(path.name)
+    assert importers == {"cupyport.py"}
+
+
+def test_nothing_waits_for_the_whole_device() -> None:
+    for path in SOURCE.parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                assert "ynchronize" not in node.attr, f"{path.name}:{node.lineno}"
+
+
+def test_the_names_it_uses_are_in_cupy() -> None:
+    cupy = pytest.importorskip("cupy")
+    used = {
+        node.attr
+        for node in ast.walk(ast.parse(SOURCE.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr == "_runtime"
+    }
+    assert len(used) > 8
+    assert all(hasattr(cupy.cuda.runtime, name) for name in used)
+    assert "priority" in inspect.signature(cupy.cuda.Stream.__init__).parameters
+
+
+class Runtime:
+    """A CUDA runtime on the host's memory that does all at once; arguments in CUDA's order."""
+
+    memcpyHostToDevice, memcpyDeviceToHost = 1, 2
+
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+        self.said: list[tuple[str, int, int]] = []
+        self.status = 0
+
+    def hostRegister(self, address: int, size: int, flags: int) -> None:
+        if size > 8192:
+            raise self.CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+        self.pinned[address] = flags
+
+    def hostUnregister(self, address: int) -> None:
+        del self.pinned[address]
+
+    def memcpyAsync(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
+        self.said.append(("copy", kind, stream))
+        ctypes.memmove(target, source, size)
+
+    def memcpy2DAsync(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int,
+        height: int, kind: int, stream: int,
+    ) -> None:  # fmt: skip
+        for row in range(height):
+            self.memcpyAsync(
+                target + row * target_pitch, source + row * source_pitch, width, kind, stream
+            )
+
+    def eventRecord(self, event: int, stream: int) -> None:
+        self.said.append(("record", event, stream))
+
+    def streamWaitEvent(self, stream: int, event: int) -> None:
+        self.said.append(("wait", event, stream))
+
+    def eventQuery(self, event: int) -> int:
+        return self.status
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    """Put the runtime where CuPy's would be, and a torch that thinks it has a GPU."""
+    runtime = Runtime()
+    module = SimpleNamespace(
+        runtime=runtime,
+        Device=lambda number: SimpleNamespace(use=lambda: None),
+        Stream=lambda non_blocking, priority: SimpleNamespace(ptr=11 + priority),
+        Event=lambda disable_timing: SimpleNamespace(ptr=99),
+    )
+    monkeypatch.setattr(cupyport, "_import_cuda", lambda: module)
+    current = SimpleNamespace(cuda_stream=7)
+    stubs: dict[str, Any] = {
+        "is_available": lambda: True,
+        "set_device": lambda number: None,
+        "get_device_name": lambda number: "stub",
+        "current_stream": lambda number: current,
+        "ExternalStream": lambda pointer, device: SimpleNamespace(cuda_stream=pointer),
+        "stream": lambda twin: contextlib.nullcontext(),
+    }
+    for name, stub in stubs.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    return runtime
+
+
+def test_calls_reach_the_runtime_with_their_arguments_in_order(cuda: Runtime) -> None:
+    device = cupyport.CupyDevice()
+    source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+    stream, event = device.new_stream("in", urgent=True), device.new_event("event")
+    at, to = source.ctypes.data, target.ctypes.data
+    device.copy_in(stream, at, to, 8)
+    device.copy_out(device.compute, at + 8, to + 8, 8)
+    device.copy_in_rows(stream, Rows(at + 16, 16, to + 16, 8, 4, 3))
+    assert target[:16].tolist() == source[:16].tolist()
+    rows = [[first + i for i in range(4)] for first in (16, 32, 48)]
+    assert target[16:40].reshape(3, 8)[:, :4].tolist() == rows
+    device.record(event, stream, "record")
+    device.wait(device.compute, event, "wait")
+    assert cuda.said[:2] == [("copy", 1, 10), ("copy", 2, 7)]
+    assert cuda.said[-2:] == [("record", 99, 10), ("wait", 99, 7)]
+    ran: list[int] = []
+    device.launch(stream, lambda: ran.append(1))
+    device.follow(device.compute)
+    assert ran == [1] and device.is_reached(event)
+    device.check_integrity()
+
+
+def test_what_the_runtime_refuses_is_typed_and_waits_are_bounded(cuda: Runtime) -> None:
+    device = cupyport.CupyDevice()
+    device.register(4096, 4096)
+    with pytest.raises(DeviceFailed, match=r"pinning 1\.0 MiB: cudaErrorMemoryAllocation"):
+        device.register(1 << 30, 1 << 20)
+    assert list(cuda.pinned) == [4096]
+    event = device.new_event("late")
+    cuda.status = 600
+    with pytest.raises(DeviceFailed, match=r"wait: x: late is not reached within 0\.01 s on stub"):
+        device.wait_host(event, 0.01, "wait: x")
+    cuda.status = 700
+    with pytest.raises(DeviceFailed, match="late: 700"):
+        device.is_reached(event)
+    device.close()
+    device.close()
+    assert cuda.pinned == {}
