@@ -32,7 +32,7 @@ from tierd.config import DaemonConfig
 from tierd.daemon import EmbeddedDaemon
 from tierd.disk.simulated import SimulatedDisk
 from tierd.errors import DeadlineExceeded, NotFound, TierdError, TierFull
-from tierd.memory import slabs as slab_memory
+from tierd.memory import slabmemory as slab_memory
 from tierd.types import PageKey, SlabRecord, Tier
 
 

@@ -17,6 +17,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 
+from tests.disk.flips import flip
 from tests.disk.ledgercrash import CrashRun, Tally
 from tests.disk.ledgerfaults import LIES, FaultRun
 from tests.e2e.killing import killing_run
@@ -63,9 +64,14 @@ def records(seed: int, counts: Counts) -> None:
     counts.update(rebuilt=machine.whole_sessions, cut=machine.cut_sessions)
 
 
+def flips(seed: int, counts: Counts) -> None:
+    """Flip bits of every form on disk, and cut it."""
+    counts.update(flips=flip(seed))
+
+
 # A kind of run more is a function more: of a seed, to raise if anything is wrong.
 KINDS: dict[str, Callable[[int, Counts], None]] = {
-    "crash": crash, "faults": faults, "lies": lies, "records": records,
+    "crash": crash, "faults": faults, "lies": lies, "records": records, "flips": flips,
     "processes": killing_run,
 }  # fmt: skip
 
@@ -113,7 +119,8 @@ def _line(counts: Counts, seconds: float) -> str:
         f"({counts['reopened']:,d} gone on from), {counts['kills']:,d} kills, "
         f"{counts['process_kills']:,d} of real processes, "
         f"{counts['faults']:,d} faults ({counts['refused']:,d} refusals), "
-        f"{counts['rebuilt']:,d} sessions rebuilt whole, {counts['cut']:,d} cut"
+        f"{counts['rebuilt']:,d} sessions rebuilt whole, {counts['cut']:,d} cut, "
+        f"{counts['flips']:,d} flips"
     )
 
 
