@@ -120,13 +120,20 @@ def write_superblock(disk: DiskPort, superblock: Superblock) -> None:
         raise
     disk.release(handle)
     disk.rename(SPARE, NAME)
-    with contextlib.suppress(StorageError):
-        spare = disk.create(SPARE, SUPERBLOCK_BYTES)
-        try:
-            disk.sync(spare)
-        finally:
-            disk.release(spare)
+    _make_spare(disk)
     disk.sync_folder("")
+
+
+def _make_spare(disk: DiskPort) -> None:
+    """Make the next superblock's file, if there is space."""
+    with contextlib.suppress(StorageError):
+        handle = disk.create(SPARE, SUPERBLOCK_BYTES)
+        try:
+            disk.sync(handle)
+        except StorageError:
+            disk.delete(handle)  # what its sync has dropped, a later one does not bring back
+        else:
+            disk.release(handle)
 
 
 def _next_file(disk: DiskPort) -> int:
