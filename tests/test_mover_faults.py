@@ -60,11 +60,13 @@ async def test_a_write_that_fails_leaves_the_page_warm_and_is_tried_again_later(
         rig.lanes.run()
     rig.mover.pump()
     assert not rig.lanes.held and session.index.pages_in(Tier.WARM) == 2 * LAYERS
+    assert list(rig.store.stats()["troubles"]) == ["disk"]
     rig.clock.advance(RETRY_SECONDS)
     await turns(rig, task)
     assert task.result().blocks == [3]
     rig.store.abort(1, task.result().reservation)
     rig.settle()
+    assert rig.store.stats()["troubles"] == {}
     intact(rig, session)
 
 

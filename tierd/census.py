@@ -9,6 +9,7 @@ Shape of `stats` (bytes and pages are ints; "tiers" has "warm" and "cold"):
     demotions_open, moves_open, orphans, engines, epoch
     sessions: {running, idle, suspended}
     hints: {useful, late, wasted, cancelled, opened, open, clients}
+    troubles: {disk | ledger | snapshot | manifest: why it fails just now}
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def stats(store: Store) -> dict[str, Any]:
             state.value: states[state] for state in SessionState if state != SessionState.CLOSED
         },
         "hints": store.hints.stats(),
+        "troubles": dict(store.troubles),
     }
 
 

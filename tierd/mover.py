@@ -440,6 +440,13 @@ class Mover:
 
         for group in self._flusher.take_landed():
             self._settle(group)
+        found = {
+            "disk": self._waiters.trouble,
+            "ledger": self._store.ledger.failed,
+            "snapshot": self._flusher.snapshot_error,
+            "manifest": self._flusher.manifest_error,
+        }
+        self._store.troubles = {what: why for what, why in found.items() if why}
 
     def _settle(self, group: Group) -> None:
         """Publish what a flush made findable, or leave it where it was."""

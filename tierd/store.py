@@ -72,6 +72,7 @@ class Store:
         self.keeper.restore()
         self.traffic = Traffic(self.book, self.placement, self.hints, self.keeper, clock)
         self.counts = self.traffic.counts
+        self.troubles: dict[str, str] = {}  # what fails just now, and why: for `stats`
 
     # -- engines ------------------------------------------------------------------
     def register_engine(self, engine_id: int, pid: int, epoch_page: Mapping) -> None:

@@ -29,6 +29,17 @@ def test_stats_show_tiers_moves_and_hints(tierd: Any, world: Any) -> None:
     assert world.sockets == ["/run/t.sock"]
 
 
+def test_what_fails_just_now_is_shown(tierd: Any, world: Any) -> None:
+    assert "Troubles" not in _stats_with(tierd, world, {})
+    shown = _stats_with(tierd, world, {"disk": "no space left", "manifest": "no\x1b[31m room"})
+    assert "Troubles" in shown and "no space left" in shown and "\x1b" not in shown
+
+
+def _stats_with(tierd: Any, world: Any, troubles: dict[str, str]) -> str:
+    world.client_stats = {**STATS, "troubles": troubles}
+    return str(tierd("stats", "--daemon", "/run/t.sock").out)
+
+
 def test_stats_as_json_are_versioned(tierd: Any, world: Any) -> None:
     world.client_stats = STATS
     outcome = tierd("stats", "--daemon", "/run/t.sock", "--json")

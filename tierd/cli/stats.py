@@ -10,7 +10,7 @@ import typer
 
 from tierd.cli import options
 from tierd.cli.connection import connected
-from tierd.cli.terminal import figure, print_json, print_table, size, versioned
+from tierd.cli.terminal import figure, print_json, print_table, printable, size, versioned
 
 Watch = Annotated[
     float | None,
@@ -41,6 +41,10 @@ def _show(snapshot: Mapping[str, Any], as_json: bool) -> None:
         (_tier_row(name, tier) for name, tier in tiers.items()),
     )
     print_table("Counts", ["", "count"], _counts("", snapshot))
+    troubles = snapshot.get("troubles", {})
+    if troubles:
+        rows = ([what, printable(why)] for what, why in sorted(troubles.items()))
+        print_table("Troubles", ["", "why"], rows, text_columns=2)
 
 
 def _tier_row(name: str, tier: Mapping[str, Any]) -> list[str]:

@@ -218,6 +218,7 @@ def snapshot_to_wire(
         ),
         uptime_seconds=uptime_seconds,
         clients=clients,
+        troubles=stats["troubles"],
     )
 
 
@@ -236,4 +237,5 @@ def snapshot_to_dict(reply: Any) -> dict[str, Any]:
         },
         "uptime_seconds": reply.uptime_seconds,
         "clients": reply.clients,
+        "troubles": dict(reply.troubles),
     }

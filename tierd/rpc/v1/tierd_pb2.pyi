@@ -451,7 +451,7 @@ class HintCounts(_message.Message):
     def __init__(self, counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class SnapshotReply(_message.Message):
-    __slots__ = ("tiers", "counts", "sessions", "hints", "uptime_seconds", "clients")
+    __slots__ = ("tiers", "counts", "sessions", "hints", "uptime_seconds", "clients", "troubles")
     class TiersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -473,19 +473,28 @@ class SnapshotReply(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class TroublesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     TIERS_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CLIENTS_FIELD_NUMBER: _ClassVar[int]
+    TROUBLES_FIELD_NUMBER: _ClassVar[int]
     tiers: _containers.MessageMap[str, TierStats]
     counts: _containers.ScalarMap[str, int]
     sessions: _containers.ScalarMap[str, int]
     hints: HintStats
     uptime_seconds: float
     clients: int
-    def __init__(self, tiers: _Optional[_Mapping[str, TierStats]] = ..., counts: _Optional[_Mapping[str, int]] = ..., sessions: _Optional[_Mapping[str, int]] = ..., hints: _Optional[_Union[HintStats, _Mapping]] = ..., uptime_seconds: _Optional[float] = ..., clients: _Optional[int] = ...) -> None: ...
+    troubles: _containers.ScalarMap[str, str]
+    def __init__(self, tiers: _Optional[_Mapping[str, TierStats]] = ..., counts: _Optional[_Mapping[str, int]] = ..., sessions: _Optional[_Mapping[str, int]] = ..., hints: _Optional[_Union[HintStats, _Mapping]] = ..., uptime_seconds: _Optional[float] = ..., clients: _Optional[int] = ..., troubles: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()
