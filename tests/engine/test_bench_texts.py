@@ -3,7 +3,7 @@
 import pytest
 
 from tierd.errors import InvalidArgument
-from tierd_engine.bench.texts import TEXT_NAMES, python_reference, split_by_kind, text_of
+from tierd_engine.bench.texts import TEXT_NAMES, WHOLE, python_reference, split_by_kind, text_of
 
 
 def test_every_text_is_long_enough_and_all_of_the_reference_is_in_one_kind() -> None:
@@ -30,3 +30,4 @@ def test_topics_go_where_most_of_them_belongs() -> None:
 def test_an_unknown_text_is_refused_by_name() -> None:
     with pytest.raises(InvalidArgument, match="'poems' is not a text; choose one of prose"):
         text_of("poems")
+    assert text_of(WHOLE) == python_reference()

@@ -85,14 +85,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_fidelity(verbs: Any) -> argparse.ArgumentParser:
-    from tierd_engine.bench.texts import TEXT_NAMES
+    from tierd_engine.bench.texts import TEXT_NAMES, WHOLE
 
     verb: argparse.ArgumentParser = verbs.add_parser(
         "fidelity", help="KL, perplexity and top-1 of each codec on real texts, two protocols"
     )
     verb.add_argument("--codec", nargs="+", help="and q8_0, the reference; default: all")
     verb.add_argument("--context", type=int, nargs="+", help="tokens (default 2048 4096 8192)")
-    verb.add_argument("--text", nargs="+", choices=TEXT_NAMES, help="default: all")
+    verb.add_argument(
+        "--text", nargs="+", choices=(*TEXT_NAMES, WHOLE),
+        help=f"default: all but {WHOLE}, which is the others but source together",
+    )  # fmt: skip
     verb.add_argument(
         "--plan",
         nargs="+",

@@ -27,7 +27,12 @@ def python_reference() -> str:
 
 
 def text_of(name: str) -> str:
-    """Return one of `TEXT_NAMES`, at least some 50,000 characters. Raises InvalidArgument."""
+    """Return a text of at least some 50,000 characters. Raises InvalidArgument.
+
+    One of `TEXT_NAMES`, or `WHOLE`, of which four of them are parts.
+    """
+    if name == WHOLE:
+        return python_reference()
     if name not in TEXT_NAMES:
         raise InvalidArgument(f"{name!r} is not a text; choose one of {', '.join(TEXT_NAMES)}")
     if name == "source":
@@ -83,4 +88,5 @@ def _code_share(text: str) -> float:
 
 
 _SHARES = {"tables": _table_share, "grammar": _grammar_share, "code": _code_share}
+WHOLE = "reference"
 TEXT_NAMES = ("prose", *_SHARES, "source")
