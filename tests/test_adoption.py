@@ -252,8 +252,8 @@ def test_room_that_is_held_for_another_engine_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other one died with the daemon. Its slots come free when its time is over, not before."""
-    monkeypatch.setattr(keeping, "CLAIM_SECONDS", 5.0)
-    monkeypatch.setattr(clients, "ROOM_SECONDS", 0.4)
+    monkeypatch.setattr(keeping, "CLAIM_SECONDS", 7.0)
+    monkeypatch.setattr(clients, "ROOM_SECONDS", 3.0)
     settings = config(tmp_path, warm_blocks=4)
     with EmbeddedDaemon(settings) as daemon:
         socket = daemon.socket
