@@ -28,6 +28,10 @@ from tierd_engine.arena import HotArena
 IntArray = npt.NDArray[np.int64]
 
 
+# xxh3-128 uint8 [blocks, layers, 16]; the device's uint64 [blocks, layers], if there are any.
+Digests = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64] | None]
+
+
 class HotBlocks(Protocol):
     """Where the session keeps its hot blocks."""
 
@@ -148,9 +152,7 @@ class TransferAgent:
             hot.drop(block)
         self.demoted_blocks += len(demotion.blocks)
 
-    def _encode(
-        self, demotion: Demotion, hot: HotBlocks
-    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64] | None]:
+    def _encode(self, demotion: Demotion, hot: HotBlocks) -> Digests:
         """Encode every page into its slot; return digests [blocks, layers, 16], and the device's.
 
         Device digests are [blocks, layers], or None where the encoder makes none.

@@ -315,7 +315,7 @@ class SessionKV:
         version = self.handle.table.version()
         if self._plan is None or self._plan.table_version != version:
             self._plan = self._build_plan(version)
-            self.reader.set_schedule(self._plan.cold_units)
+            self.workings.schedule_cold(self._plan.cold_units)
         return self._plan
 
     def _view(self) -> StepView:
@@ -381,7 +381,7 @@ class SessionKV:
         )
         return ColdPage(
             layer, block, self.client.slab(slab).fd, slot * layout.slot_bytes,
-            slot_check(expected),
+            slot_check(expected), expected.generation,
         )  # fmt: skip
 
     # -- loss, suspension, end ----------------------------------------------

@@ -7,7 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tierd.client import Client, MappedSlab, SessionHandle
@@ -16,7 +16,7 @@ from tierd.types import CodecId, Geometry
 from tierd_engine.agent import TransferAgent
 from tierd_engine.arena import HotArena
 from tierd_engine.attention.executors import Executors
-from tierd_engine.coldread import ColdReader
+from tierd_engine.coldread import ColdReader, ColdUnit
 from tierd_engine.staging import StagingRing
 
 if TYPE_CHECKING:
@@ -67,9 +67,11 @@ class Workings:
         try:
             executors = DeviceExecutors(
                 device, kernels, geometry, heads, arena, self.reader, rig.pins, require_valid,
-                rig.rates,
+                rig.rates, path_for=None if rig.paths is None else rig.paths.path_for,
             )  # fmt: skip
-            self._encoder = DeviceEncoder(device, kernels, arena, executors.stager.demand)
+            self._encoder = DeviceEncoder(
+                device, kernels, arena, executors.stager.demand, digests=rig.paths is not None
+            )
             ring = self.reader.ring
             self._pin(ring.base_address, ring.total_bytes, ring.chunk_bytes)
         except BaseException:
@@ -80,6 +82,13 @@ class Workings:
             client, handle, arena, encode=self._encoder.encode, slab_of=self.slab
         )
         client.unmapping.append(self.forget_slabs)
+
+    def schedule_cold(self, units: Sequence[ColdUnit]) -> None:
+        """Read these cold units, step after step, from now on. Outside a step's work."""
+        if isinstance(self.executors, Executors):
+            self.reader.set_schedule(units)
+        else:
+            self.executors.schedule_cold(units)
 
     def slab(self, slab_id: int) -> MappedSlab:
         """Return a slab, pinned where that is of use. As Client.slab."""
@@ -121,6 +130,8 @@ class Workings:
             "copies": stager.copies,
             "near_bytes": near.bytes,
             "near_share": self.executors.rates.share,
+            "cold_paths": [] if self._rig.paths is None else self._rig.paths.figures(),
+            "direct": None if self.executors.direct is None else self.executors.direct.figures(),
         }
 
     def close(self) -> None:
