@@ -187,7 +187,7 @@ def _check_cold(folder: Path, *, make_parents: bool) -> Iterator[Finding]:
 
 
 def _check_path_to_vram(folder: Path) -> Finding:
-    """Say which way cold pages take to VRAM, gds, compat or posix: by a read, in its own process."""
+    """Say how cold pages get to VRAM: gds, compat or posix; found by a read in its own process."""
     name = "cold pages to VRAM"
     if not NVIDIA.exists():
         return Finding(name, Health.OK, "posix (no GPU)")
