@@ -101,6 +101,7 @@ class SessionKV:
         self._lengths = [0] * geometry.layers
         self._hot: dict[int, int] = {}
         self._plan: StepPlan | None = None
+        self._appends_only = False
         self.counts = StepCounts()
 
     # -- hot blocks ---------------------------------------------------------
@@ -212,7 +213,14 @@ class SessionKV:
         counts.cold_wait_seconds = self.reader.wait_seconds - counts.cold_wait_before
         counts.steps += 1
         self.position = expected
+        if self._appends_only:
+            self._plan, self._appends_only = None, False  # its cold reads stopped half-way
         self._leave()
+
+    def append_only(self) -> None:
+        """Let the running step attend over nothing: so a benchmark fills a session."""
+        self.executors.cancel()
+        self._appends_only = True
 
     def start_counting(self) -> None:
         """Count steps, pages and calls anew from here (a job does so before it decodes)."""

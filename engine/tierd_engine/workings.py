@@ -111,6 +111,11 @@ class Workings:
             self._rig.pins.remove(address)
         self._pinned &= {ring}
 
+    @property
+    def encoder_bytes(self) -> int:
+        """Bytes of the encoder's staging on the device."""
+        return 0 if self._encoder is None else self._encoder.total_bytes
+
     def figures(self) -> dict[str, Any] | None:
         """Return the report's section on the device; None on the host."""
         if self._rig is None:
