@@ -36,7 +36,7 @@ _FILL_TOKENS = 512
 
 def check_decode(scale: Scale, earlier: dict[str, Any], codec: CodecId) -> dict[str, Any]:
     """Return a row a plan, with all below hot warm, and the peak of VRAM over all of them."""
-    warm = _warm_bytes(scale, codec, scale.context_tokens)
+    warm = _slots_bytes(scale, codec, scale.context_tokens) + 64 * MIB
     room = available_bytes()
     if warm + 2 * GIB > room and not scale.is_dry:
         raise BudgetTooSmall(
@@ -75,7 +75,7 @@ def check_cold(scale: Scale, folder: Path, earlier: dict[str, Any]) -> dict[str,
     """Return a row of a session most of which is on the disk, and the path that its pages took."""
     codec, tokens = CodecId.INT8, scale.cold_tokens
     geometry = scale.geometry
-    all_bytes = _warm_bytes(scale, codec, tokens)
+    all_bytes = _slots_bytes(scale, codec, tokens)
     with opened(scale) as rig, tempfile.TemporaryDirectory(dir=folder) as cold:
         model = random_model(scale, rig.device.torch_device)
         with open_session_kv(
@@ -121,9 +121,9 @@ def available_bytes() -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def _warm_bytes(scale: Scale, codec: CodecId, tokens: int) -> int:
+def _slots_bytes(scale: Scale, codec: CodecId, tokens: int) -> int:
     slots = scale.geometry.layers * page_layout(scale.geometry, codec).slot_bytes
-    return (scale.geometry.blocks_for(tokens) + 6) * slots + 64 * MIB
+    return (scale.geometry.blocks_for(tokens) + 6) * slots
 
 
 def _step_seconds(scale: Scale, rig: DeviceRig, generator: Generator) -> float:

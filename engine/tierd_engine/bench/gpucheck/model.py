@@ -42,7 +42,7 @@ def check_model(scale: Scale, _: Path, __: dict[str, Any]) -> dict[str, Any]:
         for codec in (CodecId.RAW, CodecId.INT8):
             plans = tuple(PlanMode) if codec is CodecId.RAW else (PlanMode.STREAM,)
             for plan in plans:
-                ours = _forced(rig, model, geometry, heads, codec, plan, prompt, tokens)
+                ours = _forced(scale, model, geometry, heads, codec, plan, prompt, tokens)
                 rows.append(_row(codec, plan, logits, ours))
     return {
         "model": name, "context_tokens": len(prompt), "tokens": new_tokens, "rows": rows,
@@ -72,7 +72,7 @@ def _chosen(scale: Scale, rig: DeviceRig) -> tuple[str, Any, Geometry, list[int]
 
 
 def _forced(
-    rig: DeviceRig, model: Any, geometry: Geometry, heads: int, codec: CodecId, plan: PlanMode,
+    scale: Scale, model: Any, geometry: Geometry, heads: int, codec: CodecId, plan: PlanMode,
     prompt: list[int], tokens: list[int],
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the logits over tiers, each after the own cache's tokens before it."""
@@ -80,7 +80,7 @@ def _forced(
     blocks = geometry.blocks_for(total)
     slots = geometry.layers * page_layout(geometry, codec).slot_bytes
     raw = geometry.layers * page_layout(geometry, CodecId.RAW).slot_bytes
-    with open_session_kv(
+    with opened(scale) as rig, open_session_kv(
         geometry, codec, heads, hot_bytes=max(3, blocks // 4) * hot_block_bytes(geometry),
         warm_bytes=(blocks + 2) * slots + 2 * raw, total_tokens=total, plan=plan, rig=rig,
     ) as kv:  # fmt: skip

@@ -63,7 +63,7 @@ def _figure(done: dict[str, Any], part: str, name: str) -> Any:
 
 def _stream(done: dict[str, Any]) -> float | None:
     rows = _figure(done, "decode int8", "rows") or []
-    return next((row["of_link"] for row in rows if row["plan"] == "stream"), None)
+    return next((row["of_pcie_up"] for row in rows if row["plan"] == "stream"), None)
 
 
 def _vram(done: dict[str, Any], codec: str) -> float | None:

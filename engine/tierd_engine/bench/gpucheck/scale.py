@@ -7,6 +7,7 @@ of it but the hardware. Its figures mean nothing.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,10 +58,14 @@ def opened(scale: Scale) -> Iterator[DeviceRig]:
     """Yield the device of a scale. Raises DeviceUnavailable where a real one has no GPU."""
     if scale.is_dry:
         from tierd_engine.device.fake import FakeDevice
+        from tierd_engine.device.fakepath import FakePath
         from tierd_engine.device.pinning import HostLimits, Pins
+        from tierd_engine.device.probing import ColdPaths
 
         device = FakeDevice(torn_copies=False)
-        rig = fake_rig(device, Pins(device, HostLimits(None, None)))
+        counts = itertools.count()  # so the disk's path is "gds", and units land
+        paths = ColdPaths(device, FakePath(device), counts=lambda: next(counts))
+        rig = fake_rig(device, Pins(device, HostLimits(None, None)), paths)
     else:
         rig = _open_cuda()
     try:
