@@ -1,4 +1,4 @@
-"""`scripts/gpu-check` on the fake device: every part runs, each failure is a line, the rest goes on.
+"""`scripts/gpu-check` on the fake device: every part runs, a failure is a line, the rest goes on.
 
 A part runs in this process here, as it does in one of its own on a GPU; one test starts them.
 """
