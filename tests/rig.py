@@ -91,6 +91,7 @@ class Rig:
         disk: MemoryDisk | PosixDisk | SimulatedDisk | None = None,
         *,
         durable: bool = False,
+        patient: bool = False,
         first_number: int = 1,
     ) -> None:
         self.clock = FakeClock()
@@ -100,8 +101,9 @@ class Rig:
         self.ledger: Ledger | VolatileLedger = VolatileLedger(bytes(range(16)))
         if durable:
             self.ledger = Ledger.open(
-                self.disk, new_uuid=lambda: bytes(range(16)), clock=self.clock, segment_bytes=65536
-            )
+                self.disk, new_uuid=lambda: bytes(range(16)), clock=self.clock, segment_bytes=65536,
+                patient=patient,
+            )  # fmt: skip
         self.store = Store(
             warm=TierParts(MemfdBacking(), warm_bytes, 1 << 20),
             cold=TierParts(SlabFiles(self.disk, self.ledger), cold_bytes, 1 << 20),

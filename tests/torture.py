@@ -17,9 +17,11 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 
+from tests.disk.flips import flip
 from tests.disk.ledgercrash import CrashRun, Tally
 from tests.disk.ledgerfaults import LIES, FaultRun
 from tests.e2e.killing import killing_run
+from tests.model.test_records_lost import drive
 from tierd.testing import FaultKind
 
 REPORT_SECONDS = 30.0
@@ -56,9 +58,21 @@ def _fault_run(run: FaultRun, counts: Counts) -> None:
     counts.update(faults=run.struck, refused=run.refused.total())
 
 
+def records(seed: int, counts: Counts) -> None:
+    """Lose journal and snapshots under a store at work: fsck rebuilds what was kept."""
+    machine = drive(seed)
+    counts.update(rebuilt=machine.whole_sessions, cut=machine.cut_sessions)
+
+
+def flips(seed: int, counts: Counts) -> None:
+    """Flip bits of every form on disk, and cut it."""
+    counts.update(flips=flip(seed))
+
+
 # A kind of run more is a function more: of a seed, to raise if anything is wrong.
 KINDS: dict[str, Callable[[int, Counts], None]] = {
-    "crash": crash, "faults": faults, "lies": lies, "processes": killing_run,
+    "crash": crash, "faults": faults, "lies": lies, "records": records, "flips": flips,
+    "processes": killing_run,
 }  # fmt: skip
 
 
@@ -104,7 +118,9 @@ def _line(counts: Counts, seconds: float) -> str:
         f"{seconds:,.0f} s: {counts['runs']:,d} runs, {counts['points']:,d} crash points "
         f"({counts['reopened']:,d} gone on from), {counts['kills']:,d} kills, "
         f"{counts['process_kills']:,d} of real processes, "
-        f"{counts['faults']:,d} faults ({counts['refused']:,d} refusals)"
+        f"{counts['faults']:,d} faults ({counts['refused']:,d} refusals), "
+        f"{counts['rebuilt']:,d} sessions rebuilt whole, {counts['cut']:,d} cut, "
+        f"{counts['flips']:,d} flips"
     )
 
 

@@ -43,6 +43,7 @@ from tierd.rpc.v1 import tierd_pb2 as pb
 from tierd.rpc.v1 import tierd_pb2_grpc as pb_grpc
 from tierd.types import Namespace, Tier
 
+ROOM_SECONDS = 10.0  # a spill of the mover's takes 1/16 s on the slowest disk
 READ_TRIES = 3
 _BACKOFF_SECONDS = 0.02  # times 0.5 to 1.5, doubled at each try
 
@@ -127,6 +128,12 @@ class Client:
     def lost(self) -> bool:
         """Whether the daemon is gone: it has closed, or its process has ended. Never waits."""
         return self._bootstrap.lost
+
+    @property
+    def room_seconds(self) -> float:
+        """How long a demotion may wait for room: longer just after the daemon was started again."""
+        held_seconds = self._bootstrap.claims_end_seconds - time.monotonic()
+        return ROOM_SECONDS + max(0.0, held_seconds)
 
     def reconnect(self, *, deadline_seconds: float = 5.0) -> None:
         """Connect to the daemon that answers at `socket` now, after the last one was lost.

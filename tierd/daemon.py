@@ -55,6 +55,9 @@ from tierd.units import SECTOR_BYTES, format_size
 
 _COLD_FREE_SHARE = 0.9  # of the free space, where no cap is set: the rest stays for others
 SEGMENTS_RESERVED = 5
+# Of the cap's 1/64 that is for snapshots, three take 132 bytes a page of 12 KiB: 1/93. A manifest
+# has 44 bytes a page and the token ids: 1/280 and a little.
+MANIFESTS_PER_CAP = 210
 SEGMENT_BYTES_MIN = 64 << 10
 _START_SECONDS, _STOP_SECONDS = 10.0, 10.0  # an embedded daemon's; it starts in well under one
 _SCRAPE_SECONDS = 2.0
@@ -139,15 +142,24 @@ class Daemon:
                     new_uuid=lambda: secrets.token_bytes(16),
                     clock=clock,
                     segment_bytes=segment_bytes,
+                    patient=True,
+                    manifest_bytes_max=cap_bytes // MANIFESTS_PER_CAP,
                 )
             except StorageFull as error:
                 needed_bytes = segment_bytes + SUPERBLOCK_BYTES
                 raise StorageFull(
-                    f"{error}; a start needs {format_size(needed_bytes)} free. What is kept "
-                    "there is untouched"
+                    f"{error}; a new store needs {format_size(needed_bytes)} free"
                 ) from None
             self._log_recovery(ledger.recovery)
+            if ledger.waiting:
+                self.log.warning(
+                    "the disk is full: cold pages are read, none is written until there is space",
+                    why=ledger.waiting, needs_bytes=segment_bytes,
+                )  # fmt: skip
             cap_bytes -= metadata_bytes(cap_bytes, segment_bytes)
+            if not config.cold.cap_bytes:  # what others took of the disk takes nothing from us
+                slabs_bytes = sum(slab.size_bytes for slab in ledger.slabs().values())
+                cap_bytes = max(cap_bytes, slabs_bytes)
         self._stack.callback(self._close_ledger, ledger)
         try:
             return Store(
@@ -189,6 +201,8 @@ class Daemon:
             self.disk.require_there()
         except StorageError as error:
             return str(error)
+        if ledger.waiting:
+            return f"{self.disk.describe()}; read-only until there is space: {ledger.waiting}"
         if ledger.failed:
             return f"{self.disk.describe()}; read-only: {ledger.failed}"
         lasts = "kept across restarts" if ledger.durable else "ends with the daemon"
@@ -213,11 +227,17 @@ class Daemon:
         free, used = disk.free_bytes(), disk.used_bytes()
         cap = self.config.cold.cap_bytes or used + int(free * _COLD_FREE_SHARE)
         if cap > free + used:
-            holds = f" and holds {format_size(used)}" if used else ""
-            raise StorageFull(
-                f"cold.cap_bytes is {format_size(cap)}; {disk.folder} has "
-                f"{format_size(free)} free{holds}"
-            )
+            there = f"{disk.folder} has {format_size(free)} free"
+            if not used:
+                raise StorageFull(f"cold.cap_bytes is {format_size(cap)}; {there}")
+            # What is kept there can be read all the same, and there may be space again.
+            self.log.warning("the cold cap is beyond the disk", cap_bytes=cap, why=there)
+        slab_bytes = self.config.cold.slab_bytes
+        if cap < slab_bytes and not self.config.cold.ephemeral:
+            self.log.warning(
+                "the cold cap is below one slab: slabs are made smaller, and a page that needs "
+                "more finds no room", cap_bytes=cap, slab_bytes=slab_bytes,
+            )  # fmt: skip
         return cap // SECTOR_BYTES * SECTOR_BYTES
 
     async def _run_mover(self) -> None:

@@ -1,6 +1,7 @@
 """The flusher: group commit. What was copied to cold becomes findable only when the ledger says so.
 
     copied → recorded → flushed → published
+                        flushed → written down once more → suspended
 
 A flush takes in all that was recorded before it: the moves of several batches,
 drops, and the sessions that wait to be durable. One runs at a time, in a lane;
@@ -18,16 +19,27 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tierd.disk.slabfiles import SlabFiles
 from tierd.disk.volatile import LedgerPort
-from tierd.errors import StorageError
+from tierd.errors import StorageError, StorageFull
 from tierd.lanes import Lanes
 from tierd.placement import Move
+from tierd.sessions import Session
 
 # A record that no move waits for (a page dropped, a slab added) waits this long at most.
 LINGER_SECONDS = 0.02
 SNAPSHOT_AGAIN_SECONDS = 10.0  # a disk without room for one gets a try so often
+START_AGAIN_SECONDS = 1.0  # so does one without room for this start's journal
+
+
+class Suspending(Protocol):
+    """Who waits for a session to be durable."""
+
+    @property
+    def session(self) -> Session:
+        """The session."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +47,7 @@ class Group:
     """What one flush makes durable, and what came of it."""
 
     moves: list[Move] = field(default_factory=list)
-    waiters: list[object] = field(default_factory=list)
+    waiters: list[Suspending] = field(default_factory=list)
     recorded: list[asyncio.Future[None]] = field(default_factory=list)
     error: StorageError | None = None
     began_seconds: float = 0.0
@@ -62,12 +74,13 @@ class Flusher:
         self._flushed_seconds = 0.0
         self._snapshot_after_seconds = -math.inf
         self.snapshot_error = ""
+        self.manifest_error = ""
 
     def add(self, moves: Sequence[Move]) -> None:
         """Take moves whose bytes are in cold and in the ledger's hands."""
         self._next.moves.extend(moves)
 
-    def add_waiter(self, waiter: object) -> None:
+    def add_waiter(self, waiter: Suspending) -> None:
         """Let the next group be synced; `waiter` comes back with it."""
         self._next.waiters.append(waiter)
 
@@ -92,24 +105,38 @@ class Flusher:
 
     def begin(self, now_seconds: float) -> bool:
         """Begin a flush if one is due; say whether it did. A lane must be free."""
-        if self._flying is not None or self._ledger.failed:
+        if self._flying is not None:
             return False
+        if self._ledger.failed:
+            return self._begin_start(now_seconds)
         idle = now_seconds >= self._flushed_seconds + LINGER_SECONDS
         snapshot = self._ledger.snapshot_due and now_seconds >= self._snapshot_after_seconds
         lingering = idle and (self._ledger.dirty or snapshot)
         if not (self._next.is_wanted or lingering):
             return False
         group, self._next = self._next, Group()
+        self._fly(group, now_seconds)
+        return True
+
+    def _fly(self, group: Group, now_seconds: float) -> None:
         group.began_seconds = self._flushed_seconds = now_seconds
         self._flying = group
         self._lanes.begin(lambda: self._flush(group), lambda: self._land(group))
-        return True
+
+    def _begin_start(self, now_seconds: float) -> bool:
+        """Try whether the disk has room by now for what the ledger needs to begin."""
+        again = now_seconds >= self._flushed_seconds + START_AGAIN_SECONDS
+        if self._ledger.waiting and again:
+            self._fly(Group(), now_seconds)
+            return True
+        return False
 
     def refuse(self) -> None:
-        """Hand back what waits, with the reason: the ledger has failed for good."""
+        """Hand back what waits, with the reason: the ledger has failed, or waits for space."""
         if self._ledger.failed and self._next.is_wanted:
             group, self._next = self._next, Group()
-            group.error = StorageError(self._ledger.failed)
+            kind = StorageFull if self._ledger.waiting else StorageError
+            group.error = kind(self._ledger.failed)
             self._landed.append(group)
 
     def _flush(self, group: Group) -> None:
@@ -118,8 +145,16 @@ class Flusher:
                 self._files.sync()
             self._ledger.flush(sync=bool(group.waiters))
         except StorageError as error:
-            group.error = error
+            if group.is_wanted or not self._ledger.waiting:
+                group.error = error
             return
+        for waiter in group.waiters:
+            try:
+                self._ledger.keep(waiter.session.number)
+            except StorageError as error:  # durable all the same: one copy less is no refusal
+                self.manifest_error = str(error)
+            else:
+                self.manifest_error = ""
         if self._ledger.snapshot_due and group.began_seconds >= self._snapshot_after_seconds:
             try:
                 self._ledger.snapshot()

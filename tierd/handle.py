@@ -94,13 +94,14 @@ class SessionHandle:
         *,
         codecs: Sequence[CodecId] | None = None,
         include_first: bool = False,
-        deadline_seconds: float = 10.0,
+        deadline_seconds: float | None = None,
     ) -> Demotion:
         """Borrow warm slots for up to `need_blocks` of `hot_blocks`, at least one block.
 
         Call it outside a step. `codecs`: a codec a layer, each the namespace's or a
-        better one (layercodecs.py); None: the namespace's. Raises TierFull when no room
-        came by the deadline, BudgetTooSmall when none ever can, InvalidArgument,
+        better one (layercodecs.py); None: the namespace's. `deadline_seconds` None: 10 s, and
+        as long as a daemon that was started again holds slots for others. Raises TierFull
+        when no room came by the deadline, BudgetTooSmall when none ever can, InvalidArgument,
         DaemonUnavailable.
         """
         request = wire.request(
@@ -111,7 +112,8 @@ class SessionHandle:
             codecs=wire.codecs_to_wire(codecs),
             include_first=include_first,
         )
-        reply = self._client.call(self._client.placement.PlanDemotion, request, deadline_seconds)
+        seconds = self._client.room_seconds if deadline_seconds is None else deadline_seconds
+        reply = self._client.call(self._client.placement.PlanDemotion, request, seconds)
         blocks = list(reply.blocks)
         return Demotion(
             reservation=reply.reservation,

@@ -74,6 +74,7 @@ class Host:
             "rpc": rpc_target(house.socket),
             "client_id": peer.client_id,
             "store_uuid": house.store.placement.store_uuid,
+            "claims_seconds": house.store.keeper.claims_seconds,
         }
         return Reply(fields, fds)
 

@@ -13,6 +13,7 @@ Invariants:
   a session's record stands in the ledger, with the blocks that are kept of it
   a dormant session has no page in the index; what the ledger has is all it has
   a session that was never kept is in the book only while an engine owns it
+  it is recorded before it may have a page: a restart holds slots for those it knows
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ class Keeper:
             SessionIndex(namespace.geometry.layers),
             self._clock.monotonic(),
             dormant=True,
+            recorded=True,
         )
-        if record.token_ids or record.state == PARKED:
+        if record.kept:
             session.keep(record.token_ids, record.sealed_blocks)
         return session
 
@@ -100,6 +102,12 @@ class Keeper:
     def claims_open(self) -> bool:
         """Whether engines of an earlier run may still hand their pages back."""
         return self._clock.monotonic() < self._claims_end_seconds < math.inf
+
+    @property
+    def claims_seconds(self) -> float:
+        """For how long slots may yet be held for engines of an earlier run."""
+        waits = bool(self.unclaimed) and self.claims_open
+        return self._claims_end_seconds - self._clock.monotonic() if waits else 0.0
 
     def claim(self, number: int) -> Session | None:
         """Return an unclaimed session with all its pages, for its engine; or None.
@@ -156,6 +164,7 @@ class Keeper:
 
     def record(self, session: Session) -> None:
         """Record a session as it is now; a flush with `sync` makes it so."""
+        session.recorded = True
         state = PARKED if session.state is SessionState.SUSPENDED else RUNNING
         self._ledger.put_session(
             SessionRecord(

@@ -89,7 +89,6 @@ class SessionsService(pb_grpc.SessionsServicer):
         """Open a session for the calling engine."""
         namespace = _known_namespace(request.namespace)
         session = self._store.open_session(_engine_id(), namespace, request.max_tokens)
-        await self._mover.recorded()
         return pb.OpenReply(session=session.number)
 
     async def Get(self, request: Any, context: Any) -> Any:
@@ -208,7 +207,12 @@ class PlacementService(pb_grpc.PlacementServicer):
         self._mover = mover
 
     async def PlanDemotion(self, request: Any, context: Any) -> Any:
-        """Lend warm slots, waiting for room until shortly before the caller's deadline."""
+        """Lend warm slots, waiting for room until shortly before the caller's deadline.
+
+        The ledger knows the session before it can have a page: one whose opening's answer
+        was lost has none, and no restart waits for it.
+        """
+        known = self._store.session(request.session).recorded
         plan = await self._mover.plan_demotion(
             _engine_id(),
             request.session,
@@ -218,6 +222,8 @@ class PlacementService(pb_grpc.PlacementServicer):
             include_first=request.include_first,
             deadline_seconds=_seconds_to_answer(context),
         )
+        if not known:
+            await self._mover.recorded()
         return wire.plan_to_wire(plan.reservation, plan.blocks, plan.places)
 
     async def Commit(self, request: Any, context: Any) -> Any:

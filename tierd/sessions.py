@@ -39,6 +39,7 @@ class Session:
     `kept`: it was suspended; `token_ids` (uint32 little endian) and `sealed_blocks`
     are those of then. `last_used_seconds` is on the store's clock. `page_codecs`: a
     codec a layer, of the newest demotion (its engine may want more than the namespace's).
+    `recorded`: the ledger was told of it.
     """
 
     number: int
@@ -54,6 +55,7 @@ class Session:
     sealed_blocks: int = 0
     kept: bool = False
     dormant: bool = False
+    recorded: bool = False
     page_codecs: tuple[CodecId, ...] = ()
     slot_sizes: dict[CodecId, int] = field(default_factory=dict)  # placement's, by codec
 

@@ -28,6 +28,7 @@ from tierd.errors import (
     LayoutMismatch,
     NotFound,
     StaleGeneration,
+    StorageFull,
 )
 from tierd.hints import DEADLINE_SECONDS_MAX, Hint, HintBook, Wish
 from tierd.keeping import Keeper
@@ -101,7 +102,6 @@ class Store:
         session = self.book.new(namespace, self.clock.monotonic())
         session.give(engine_id, max_tokens, self.placement.epochs.now)
         self.book.add(session)
-        self.keeper.record(session)
         return session
 
     def resume_session(
@@ -167,9 +167,12 @@ class Store:
         `token_ids`: uint32 little endian, at least those of the sealed blocks.
         Call `finish_suspend` once `keeper.unbacked` is empty and a flush with
         `sync` has returned; a store that is not durable may do so at once.
-        Raises NotFound, InvalidArgument, PageMiss (names the first page missing).
+        Raises NotFound, InvalidArgument, PageMiss (names the first page missing),
+        StorageFull (the disk had no room at the start, and has none yet).
         """
         session = self.session(number, engine_id=engine_id)
+        if self.ledger.waiting:
+            raise StorageFull(f"the cold tier keeps nothing now: {self.ledger.waiting}")
         session.check_suspendable(token_ids, sealed_blocks)
         for demotion in self.demotions.of_session(session):
             self._release(demotion)
@@ -301,6 +304,8 @@ class Store:
             first = block_codecs(victims[0], page_codecs)
             raise no_room(self.placement, session, first, len(victims))
         session.page_codecs = page_codecs
+        if not session.recorded:
+            self.keeper.record(session)
         return self.demotions.lend(engine_id, session, chosen, self.clock.monotonic())
 
     def commit(

@@ -17,6 +17,7 @@ from tierd.errors import (
     DeadlineExceeded,
     InvalidArgument,
     StorageError,
+    StorageFull,
     TierdError,
     TierFull,
 )
@@ -134,7 +135,8 @@ class Waiters:
             if not waiter.lasts or waiter.answer.done():
                 self.end_park(waiter, DaemonUnavailable("the engine has left the session"))
             elif ledger.failed:
-                self.end_park(waiter, StorageError(f"cold takes no more: {ledger.failed}"))
+                kind = StorageFull if ledger.waiting else StorageError
+                self.end_park(waiter, kind(f"cold takes no more: {ledger.failed}"))
             elif now_seconds >= waiter.deadline_seconds:
                 self.end_park(waiter, DeadlineExceeded(self._why_not_kept(waiter.session)))
 
@@ -173,6 +175,11 @@ class Waiters:
             return f"no room in warm: the cold disk fails: {self.trouble}"
         if retired:
             return f"no room in warm: {retired} bytes wait for engines to end their steps"
+        if held_seconds := self._store.keeper.claims_seconds:
+            return (
+                f"no room in warm: for {held_seconds:.0f} s more its slots are held for engines "
+                "of before the restart"
+            )
         kept_bytes = self._store.keeper.kept_bytes()
         kept = f": kept sessions hold {format_size(kept_bytes)} of it" if kept_bytes else ""
         return f"no room in warm, and nothing in it can be spilled: the cold tier is full{kept}"

@@ -1,13 +1,13 @@
-"""How the engine's threads wait, set before PyTorch brings its OpenMP library.
+"""How PyTorch's threads wait, set before it brings its OpenMP library.
 
 Left alone, GNU OpenMP's threads spin for milliseconds when they have nothing
 to do. Beside another job that holds a core the spinning thread keeps the
 working one off it: measured on two cores with three other programs at work,
 2,048 tokens of SmolLM2 fell to 23-76 tokens/s of prefill and 2-3 steps/s. A
 thousand spins (some microseconds) before sleeping gave 250-270 and 17-18,
-ten thousand 64-138 and 4-9, none at all 198-235 and 7-19. A machine of its own gains
-from long spins: decode at 16,384 tokens 36.6 tokens/s with GOMP_SPINCOUNT=300000, 27.9
-without (quiet, two cores).
+ten thousand 64-138 and 4-9, none at all 198-235 and 7-19. Large operators, as
+in prefill, do not notice; the small ones of a decode step run on a team of our
+own, which waits as the machine allows (attention/patience.py).
 """
 
 from __future__ import annotations

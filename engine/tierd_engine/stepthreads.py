@@ -1,15 +1,16 @@
-"""How many threads PyTorch gets in a step of few queries.
+"""The threads of a step of few queries: PyTorch's, and how long ours wait awake.
 
-A linear layer of one row reads its weights once. For a small model that takes
-less time than it takes to wake a second thread (which sleeps soon, see
-cores.py): SmolLM2's step outside attention was 40 ms with two threads and 25 ms
-with one in bfloat16, 28 and 15 ms with int8 weights. So below a size a decode
-step's PyTorch runs on the calling thread. Attention keeps all cores: its
-threads are Numba's.
+Attention and linear layers run on a team of our own (attention/team.py); what is
+left to PyTorch in a decode step is too small to share. Where layers are left
+that PyTorch multiplies: a product of one row reads its weights once, and for a
+small layer that takes less time than it takes to wake a second thread (which
+sleeps soon, see cores.py). So below a size PyTorch's operators run on the
+calling thread.
 
 Where threads spin instead (cores.py) nobody has to be woken, and all take part.
 
-The rule looks at sizes and settings, never at a clock: a run repeats bit for bit.
+No result depends on a clock: a kernel of ours gives the same bits on any number
+of threads, and PyTorch's number is a matter of sizes and settings.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from typing import Any
 
 import torch
 
+from tierd_engine.attention.patience import Patience
 from tierd_engine.cores import threads_sleep_soon
+from tierd_engine.fewrows import FewRowsLinear
+from tierd_engine.weightonly import Int8Linear
 
 # Waking a thread takes about 0.1 ms, one thread reads weights at about 13 GB/s, and two threads
 # save half of that time: they gain from 0.1 ms x 13 GB/s / 0.5 = 2.6 MB a layer on.
@@ -28,15 +32,16 @@ LAYER_BYTES_MIN = 2_600_000
 
 
 def mean_layer_bytes(model: Any) -> float:
-    """Return the mean bytes of the weights [out, in] in the model's blocks, 0 if there are none.
+    """Return the mean bytes of PyTorch's weights [out, in] in the model's blocks, 0 if none.
 
-    Embeddings and the output layer are left out: they are used once a step.
+    Embeddings and the output layer are left out: they are used once a step. So are layers
+    whose product is ours.
     """
     outer = {id(part) for part in (model.get_input_embeddings(), model.get_output_embeddings())}
     sizes = [
         tensor.nbytes
         for module in model.modules()
-        if id(module) not in outer
+        if id(module) not in outer and not isinstance(module, FewRowsLinear | Int8Linear)
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if tensor.dim() == 2
     ]
@@ -44,14 +49,16 @@ def mean_layer_bytes(model: Any) -> float:
 
 
 class StepThreads:
-    """PyTorch's threads for steps of few queries of one model."""
+    """The threads of steps of few queries of one model."""
 
     def __init__(self, model: Any) -> None:
+        self._patience = Patience()
         self.is_single = threads_sleep_soon() and mean_layer_bytes(model) < LAYER_BYTES_MIN
 
     @contextlib.contextmanager
     def few_queries(self) -> Iterator[None]:
         """Run the block's PyTorch operators on as many threads as a small step gains from."""
+        self._patience.look()
         before = torch.get_num_threads()
         if not self.is_single or before == 1:
             yield

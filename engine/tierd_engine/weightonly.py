@@ -1,15 +1,13 @@
 """Linear layers with 8-bit weights: less to read at each decode step, at a stated loss.
 
-A step reads every weight once, so with few queries it costs bytes ÷ bandwidth,
-and PyTorch's own product of one row is far from even that: on two cores 33 ms of
-SmolLM2's 40 ms a step went into it in float32 or bfloat16, where this takes 5.
+A step reads every weight once, so with few queries it costs bytes ÷ bandwidth.
 Weights are symmetric int8 with one scale an output channel, made once from the
-loaded weights; the product is PyTorch's (`_weight_int8pack_mm`, what torchao's
-weight-only layers are lowered to), in bfloat16 with float32 sums. For many rows
-(prefill) the weights are widened for the call, and PyTorch's linear does the work.
+loaded weights; the product of a few rows is ours (fewrows.py), with float32
+sums. For many rows (prefill) the weights are widened for the call, and
+PyTorch's linear does the work.
 
 The loss is the user's choice (`--weights int8`): `scripts/bench weights` measures
-it. Embeddings, norms and layers that PyTorch's kernel cannot take stay as they are.
+it. Embeddings, norms and layers of other dtypes stay as they are.
 """
 
 from __future__ import annotations
@@ -20,13 +18,14 @@ from typing import Any
 import torch
 
 from tierd.errors import InvalidArgument
+from tierd_engine.fewrows import FEW_ROWS_MAX, RowProduct, replace_linears
 
 CODE_MAX = 127
-ROWS_MAX = 16  # up to here the weight-only kernel; a prefill chunk of more widens the weights
+ROWS_MAX = FEW_ROWS_MAX  # up to here codes are read; a prefill chunk of more widens the weights
 
 
 class Weights(enum.StrEnum):
-    """AUTO: as the model was loaded, in its dtype. INT8: linear layers in 8 bits."""
+    """AUTO: the numbers that were loaded, in their dtype. INT8: linear layers in 8 bits."""
 
     AUTO = "auto"
     INT8 = "int8"
@@ -43,7 +42,7 @@ class Weights(enum.StrEnum):
 class Int8Linear(torch.nn.Module):
     """A linear layer of int8 weights [out, in] and a bfloat16 scale [out] each.
 
-    Takes and returns the dtype of its input; with few rows it computes in bfloat16.
+    Takes and returns the dtype of the layer that it replaces.
     """
 
     def __init__(self, linear: torch.nn.Linear) -> None:
@@ -59,15 +58,13 @@ class Int8Linear(torch.nn.Module):
         self.register_buffer("codes", codes.to(torch.int8).contiguous())
         self.register_buffer("scales", scales)
         self.bias = linear.bias
+        self._product = RowProduct(self.codes, linear.weight.dtype, scales, linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias: [..., in] to [..., out]."""
-        rows = x.reshape(-1, self.in_features)
-        if rows.shape[0] > ROWS_MAX:
-            return torch.nn.functional.linear(x, self.widened(x.dtype), self.bias)
-        y = torch._weight_int8pack_mm(rows.to(torch.bfloat16), self.codes, self.scales)
-        y = y.to(x.dtype).view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias
+        if self._product.takes(x):
+            return self._product(x, self.codes)
+        return torch.nn.functional.linear(x, self.widened(x.dtype), self.bias)
 
     def widened(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights [out, in] that the codes stand for."""
@@ -75,9 +72,12 @@ class Int8Linear(torch.nn.Module):
 
 
 def apply_weights(model: Any, weights: Weights) -> int:
-    """Replace the model's linear layers, in place, as chosen; return how many."""
+    """Replace the model's linear layers, in place, as chosen; return how many.
+
+    AUTO changes no weight: only who multiplies a few rows by them (fewrows.py).
+    """
     if weights is Weights.AUTO:
-        return 0
+        return replace_linears(model)
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -88,5 +88,4 @@ def apply_weights(model: Any, weights: Weights) -> int:
 
 
 def _fits(linear: torch.nn.Linear) -> bool:
-    # What PyTorch's kernel takes without a tail; every transformer's layers do.
-    return linear.in_features % 32 == 0 and linear.out_features % 32 == 0
+    return linear.weight.dtype in (torch.float32, torch.bfloat16)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.disk.ledgerrig import NAMESPACE, SEGMENT_BYTES, UUID
+from tests.disk.test_fsck import SESSIONS, SLOT_BYTES, store
 from tierd.disk.ledger import Ledger
 from tierd.disk.posix import PosixDisk
 from tierd.disk.records import SessionRecord
@@ -49,11 +50,62 @@ def test_damage_is_named_and_exits_1_and_rebuild_mends_it(tierd: Any, folder: Pa
     flip(next((folder / "snap").iterdir()), 4096)
     outcome = tierd("fsck", str(folder))
     assert outcome.code == 1
-    assert "snap/" in outcome.out and outcome.out.splitlines()[-1] == "damage was found"
+    assert "found: snap/" in outcome.out and outcome.out.splitlines()[-1] == "damage was found"
     outcome = tierd("fsck", str(folder), "--rebuild", "--json")
-    assert outcome.code == 1
-    assert json.loads(outcome.out)["rebuilt"]
+    assert outcome.code == 0
+    found = json.loads(outcome.out)
+    assert found["rebuilt"] and found["sound"] and not found["clean"]
+    assert (found["sessions"], found["left"], found["lost"]) == (1, [], [])
     assert tierd("fsck", str(folder)).code == 0
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A store with two kept sessions, 4 pages each, whose journal and snapshots are damaged."""
+    folder = tmp_path / "cold"
+    memory, _ = store()
+    with PosixDisk(str(folder), ephemeral=False):
+        pass
+    for name, data in memory.named.items():
+        (folder / name).write_bytes(data)
+    for place in (*(folder / "journal").iterdir(), *(folder / "snap").iterdir()):
+        place.write_bytes(bytes(place.stat().st_size))
+    return folder
+
+
+def test_a_lost_index_is_rebuilt_from_slots_and_what_is_kept(tierd: Any, kept: Path) -> None:
+    outcome = tierd("fsck", str(kept), "--rebuild")
+    assert outcome.code == 0, outcome.out
+    lines = outcome.out.splitlines()
+    for session in SESSIONS:
+        assert f"mended: session {session:016x}: taken up from its manifest" in lines
+    assert lines[-1] == "damage was found, and mended, nothing lost"
+    assert any("sessions" in line and line.split()[-1] == "2" for line in lines)
+    assert tierd("fsck", str(kept)).out.splitlines()[-1] == "clean"
+
+
+def test_what_is_lost_is_named_by_session_and_token_in_both_forms(tierd: Any, kept: Path) -> None:
+    flip(kept / "slab" / "00000001", 3 * SLOT_BYTES + 5000)
+    flip(kept / "kept" / f"{SESSIONS[1]:016x}", 30)
+    text = tierd("fsck", str(kept)).out
+    assert "lost" in text and text.splitlines()[-1] == "damage was found"
+    outcome = tierd("fsck", str(kept), "--rebuild", "--json")
+    assert outcome.code == 1, "a kept session cannot be resumed"
+    found = json.loads(outcome.out)
+    assert found["lost"] == [[7, 16]] and found["unresumable"] == [SESSIONS[1]]
+    assert found["restored"] == [7] and found["sessions"] == 1 and not found["sound"]
+    assert tierd("fsck", str(kept)).code == 0
+
+
+def test_a_session_cut_at_a_damaged_page_is_mended_and_named(tierd: Any, kept: Path) -> None:
+    flip(kept / "slab" / "00000001", 3 * SLOT_BYTES + 5000)
+    outcome = tierd("fsck", str(kept), "--rebuild")
+    assert outcome.code == 0
+    assert "lost: session 0000000000000007: its KV from token 16 on" in outcome.out
+    assert "mended: 1 damaged pages: dropped" in outcome.out
+    assert outcome.out.splitlines()[-1] == (
+        "damage was found, and mended; 1 sessions lost KV, named above"
+    )
 
 
 def test_a_folder_in_use_is_refused_and_its_holder_named(tierd: Any, folder: Path) -> None:

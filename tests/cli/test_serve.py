@@ -78,3 +78,29 @@ def test_a_daemon_that_cannot_start_says_why_in_one_line(tierd: Any, tmp_path: P
     assert outcome.code == 1
     assert outcome.err.count("\n") == 1
     assert outcome.err.startswith("tierd: error: ")
+
+
+def test_a_cold_cap_below_one_slab_is_warned_of(tierd: Any, served: Any) -> None:
+    socket, process = served
+    stats_when_up(tierd, socket)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=10)
+    events = [json.loads(line) for line in err.splitlines()]
+    (warning,) = [event for event in events if event["level"] == "warning"]
+    assert "below one slab" in warning["event"]
+    assert (warning["cap_bytes"], warning["slab_bytes"]) == (64 << 20, 256 << 20)
+
+
+@pytest.mark.parametrize("names", [["notes.txt"], ["a", "b", "c", "d"], ["journal/notes.txt"]])
+def test_a_folder_of_others_is_refused_and_left_as_it_was(
+    tierd: Any, tmp_path: Path, names: list[str]
+) -> None:
+    folder = tmp_path / "theirs"
+    for name in [*names, "other"]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    before = sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*"))
+    outcome = tierd("serve", "--socket", str(tmp_path / "t.sock"), "--cold-dir", str(folder))
+    assert outcome.code == 1 and outcome.err.count("\n") == 1
+    assert "holds other files" in outcome.err and "name an empty folder" in outcome.err
+    assert sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*")) == before

@@ -40,7 +40,7 @@ class CrashRun:
 
     def run(self) -> None:
         """Raise AssertionError, naming the seed, if any crash loses or invents anything."""
-        self.rig = Rig(self.disk, self.seed)
+        self.rig = Rig(self.disk, self.seed, manifests=True)
         for number in range(STEPS):
             self.rig.step()
             self.rig.check_now()

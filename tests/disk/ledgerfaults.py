@@ -54,7 +54,7 @@ class FaultRun:
     def run(self) -> None:
         """Raise AssertionError, naming the seed, if anything is wrong or acknowledged and lost."""
         try:
-            self.rig = Rig(self.disk, self.seed, lies=self.lies)
+            self.rig = Rig(self.disk, self.seed, lies=self.lies, manifests=not self.lies)
         except StorageError as error:
             self._note(error)
         if self.rig is not None:

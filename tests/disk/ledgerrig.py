@@ -102,10 +102,14 @@ def open_ledger(disk: DiskPort) -> Ledger:
 class Rig:
     """A ledger, its model, and random steps of both."""
 
-    def __init__(self, disk: DiskPort, seed: int, *, lies: bool = False) -> None:
+    def __init__(
+        self, disk: DiskPort, seed: int, *, lies: bool = False, manifests: bool = False
+    ) -> None:
         self.disk, self.seed = disk, seed
         # A disk that lies may lose what it called durable: what is found is still a state that was.
         self.lies = lies
+        # With manifests, where frames are lost some sessions are found later than the others.
+        self.manifests = manifests
         self.draw = random.Random(seed)
         self.states = [State()]  # after each thing said since the last acknowledged flush
         self.history = [State()]  # after each thing said
@@ -301,6 +305,8 @@ class Rig:
         self.led.put_session(record)
         if self.draw.random() < 0.5:
             self.flush_durably()
+            if self.manifests:
+                self.led.keep(number)
 
     def resume(self) -> None:
         number = self._session()

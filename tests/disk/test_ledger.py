@@ -18,9 +18,16 @@ from tests.disk.ledgerrig import (
     state_of,
 )
 from tierd.disk import journal, ledger
-from tierd.disk.ledger import Ledger, pack_payloads
+from tierd.disk.ledger import Ledger
 from tierd.disk.memory import MemoryDisk
-from tierd.disk.records import PAGE_ROW, Kind, SessionRecord, SlabRecord, unpack_records
+from tierd.disk.records import (
+    PAGE_ROW,
+    Kind,
+    SessionRecord,
+    SlabRecord,
+    pack_payloads,
+    unpack_records,
+)
 from tierd.disk.superblock import SUPERBLOCK_BYTES
 from tierd.errors import StorageError, StorageFull
 from tierd.testing import FOR_EVER, FakeClock, Fault, FaultKind, SimulatedDisk

@@ -382,3 +382,26 @@ def test_a_folder_that_was_removed_is_noticed_at_the_next_sync(tmp_path: Path) -
     with pytest.raises(StorageError, match="was removed"):
         disk.require_there()
     disk.close()
+
+
+def test_others_files_beside_a_store_are_let_be(tmp_path: Path) -> None:
+    """Also where the superblock is lost: then fsck must get in."""
+    with PosixDisk(str(tmp_path), ephemeral=False) as disk:
+        disk.delete(disk.create("quarantine.log", PAGE))
+        disk.release(disk.create("superblock", PAGE))
+        disk.release(disk.create("journal/00000001", PAGE))
+    (tmp_path / "notes.txt").write_text("theirs")
+    (tmp_path / "journal" / "notes.txt").write_text("theirs")
+    PosixDisk(str(tmp_path), ephemeral=False).close()
+    (tmp_path / "superblock").unlink()
+    with PosixDisk(str(tmp_path), ephemeral=False) as disk:
+        assert disk.names("journal") == ["journal/00000001"]
+    (tmp_path / "journal" / "00000001").unlink()
+    with pytest.raises(StorageError, match=r"notes\.txt"):
+        PosixDisk(str(tmp_path), ephemeral=False)
+    assert (tmp_path / "notes.txt").read_text() == "theirs"
+
+
+def test_a_new_disks_own_folder_is_no_strangers(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    PosixDisk(str(tmp_path), ephemeral=False).close()

@@ -84,7 +84,14 @@ def test_every_step_is_timed_and_counted() -> None:
     disk = MemoryDisk()
     rig = rig_on(disk)
     report = found_on(disk).report
-    assert list(report.seconds) == ["superblock", "heads", "snapshot", "journal", "check"]
+    assert list(report.seconds) == [
+        "superblock",
+        "heads",
+        "snapshot",
+        "journal",
+        "manifests",
+        "check",
+    ]
     assert report.frames >= 5 and report.records >= 20
     assert report.rows == len(kept(rig, disk).pages)
 

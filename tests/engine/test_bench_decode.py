@@ -59,17 +59,3 @@ def test_kept_figures_say_when_and_where():
     for figure in peers.kept_figures():
         assert figure.kv in peers.KINDS
         assert figure.origin.startswith("kept: 20") and "load" in figure.origin
-
-
-def test_peers_are_kept_over_those_of_the_same_context(tmp_path, monkeypatch):
-    path = tmp_path / "peers.json"
-    path.write_text('{"version": 1, "rows": []}')
-    monkeypatch.setattr(peers, "KEPT", path)
-    figure = {
-        "kv": "f16", "context_tokens": 4096, "tokens_per_second": 1.0, "peak_rss_bytes": 1,
-        "date": "2026-01-01", "machine": "here", "load": 0.5,
-    }  # fmt: skip
-    peers._keep([figure])
-    peers._keep([{**figure, "tokens_per_second": 2.0}])
-    assert [f.tokens_per_second for f in peers.kept_figures()] == [2.0]
-    assert peers.kept_figures()[0].origin == "kept: 2026-01-01, here, load 0.5"

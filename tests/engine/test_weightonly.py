@@ -16,7 +16,7 @@ from tierd_engine.weightonly import ROWS_MAX, Int8Linear, Weights, apply_weights
 
 
 class Model(torch.nn.Module):
-    """Two linear layers that fit the kernel, one that does not, between embedding and head."""
+    """Three linear layers, one of an odd width, between embedding and head."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -66,11 +66,11 @@ def test_a_row_of_zeros_stays_zero():
     assert not Int8Linear(linear).widened(torch.float32)[3].any()
 
 
-def test_only_layers_that_the_kernel_takes_are_replaced():
+def test_every_linear_layer_is_replaced_and_nothing_else():
     model = Model()
-    assert apply_weights(model, Weights.AUTO) == 0
-    assert apply_weights(model, Weights.INT8) == 3
-    assert isinstance(model.head, Int8Linear) and type(model.odd) is torch.nn.Linear
+    assert apply_weights(Model(), Weights.AUTO) == 4  # by who multiplies, not by the weights
+    assert apply_weights(model, Weights.INT8) == 4
+    assert isinstance(model.head, Int8Linear) and isinstance(model.odd, Int8Linear)
     assert isinstance(model.embed, torch.nn.Embedding)
 
 

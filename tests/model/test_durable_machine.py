@@ -4,6 +4,9 @@ What a suspension acknowledged is there after anything, with its bytes. After a 
 session may also be in a later state that was not acknowledged yet (a truncation, say), but in
 one that it really had: never with pages of two of them. A page that was given up since may be
 unreadable then; it is noticed. Engines that outlive their daemon hand everything back.
+
+Where all records are lost, fsck rebuilds each session as its last acknowledged suspension kept
+it, or a prefix of that if pages of it were given up since.
 """
 
 import contextlib
@@ -20,11 +23,13 @@ from tests.rig import INT8, INT8_BLOCK, LAYERS, Rig
 from tierd.adoption import Offers, inspect
 from tierd.carry import Batch
 from tierd.codec.layout import HEADER_BYTES, page_layout
+from tierd.disk.fsck import rebuild
 from tierd.disk.header import verify_slot
 from tierd.disk.simulated import SimulatedDisk
 from tierd.errors import InvalidArgument, PageDamaged, TierFull
 from tierd.keeping import CLAIM_SECONDS
 from tierd.sessions import Session
+from tierd.testing import FakeClock
 from tierd.types import CodecId, PageKey, SessionState, SlabRecord, Tier
 
 EXAMPLES = int(os.environ.get("TIERD_MODEL_EXAMPLES", "300"))
@@ -52,6 +57,7 @@ class Known:
 
     versions: Versions = field(default_factory=dict)
     history: list[Kept] = field(default_factory=list)
+    acknowledged: Kept | None = None
 
     def cut(self, block: int) -> None:
         self.versions = {key: v for key, v in self.versions.items() if key[1] < block}
@@ -149,8 +155,10 @@ class DurableMachine(RuleBasedStateMachine):
         if self.carry(session, self.store.keeper.unbacked(session), keeps_source=True):
             self.store.placement.cold_files.sync()
             self.rig.ledger.flush(sync=True)
+            self.rig.ledger.keep(session.number)
             self.store.finish_suspend(session)
             known.history = known.history[-1:]
+            known.acknowledged = known.history[-1]
 
     @rule(pick=picks, engine=engines)
     def resume(self, pick: int, engine: int) -> None:
@@ -299,7 +307,44 @@ class DurableMachine(RuleBasedStateMachine):
             self.store.traffic.drop_from(session, gone)
             self.store.keeper.cut(session, gone)
             found = {key: v for key, v in found.items() if key[1] < gone}
-        return Known(found, [Kept(session.sealed_blocks, dict(found))])
+        return Known(found, [Kept(session.sealed_blocks, dict(found))], known.acknowledged)
+
+    @rule(superblock=st.booleans(), sure=seldom)
+    def all_records_are_lost(self, superblock: bool, sure: bool) -> None:
+        """Engines and daemon die, journal and snapshots are lost: fsck rebuilds what was kept."""
+        if not sure:
+            return
+        self.rig.ledger.flush()
+        self.store.close()
+        disk = self.disk.kill()
+        for name in [*disk.names("journal"), *disk.names("snap")]:
+            disk.remove(name)
+        if superblock and disk.names("kept"):  # else nothing need say which store this was
+            disk.remove("superblock")
+        report = rebuild(disk, FakeClock())
+        assert report.sound, report
+        self.boot(disk)
+        before, self.known = self.known, {}
+        there = {session.number: session for session in self.store.sessions()}
+        assert set(there) == {number for number, known in before.items() if known.acknowledged}
+        for number, session in there.items():
+            self.known[number] = self.rebuilt(session, before[number], dict(report.lost))
+
+    def rebuilt(self, session: Session, known: Known, lost: dict[int, int]) -> Known:
+        """Return what the model knows of a session that was rebuilt."""
+        self.store.keeper.wake(session)
+        kept, sealed = known.acknowledged, session.sealed_blocks
+        assert kept is not None
+        assert sealed == kept.sealed or lost[session.number] == sealed * 16, f"{sealed=} {kept=}"
+        assert sealed == kept.sealed or known.history != [kept], f"{sealed=} {kept=}"
+        found = {
+            (layer, block): self.version_on_disk(
+                session, PageKey(session.number, layer, block), page
+            )
+            for (layer, block), page in session.index
+        }
+        assert found == {key: v for key, v in kept.versions.items() if key[1] < sealed}, found
+        return Known(dict(found), [Kept(sealed, dict(found))], kept)
 
     def whole(self, session: Session, found: Versions, block: int) -> bool:
         return all((layer, block) in found for layer in range(LAYERS))

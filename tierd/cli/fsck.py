@@ -21,15 +21,18 @@ Rebuild = Annotated[
     bool,
     typer.Option(
         "--rebuild",
-        help="Drop what is damaged and write the index anew. A page that no record names is "
-        "not taken up.",
+        help="Drop what is damaged and write the index anew; where the journal and the snapshots "
+        "are lost, from the slots and what is written down of each kept session.",
     ),
 ]
 LINES_MAX = 20  # of each kind of finding; --json has all of them
 
 
 def fsck(folder: Folder, rebuild: Rebuild = False, as_json: options.AsJson = False) -> None:
-    """Check every record and every page of a cold folder. Exit 0: clean, 1: damage was found."""
+    """Check every record and every page of a cold folder.
+
+    Exit 0: clean, or all mended; 1: damage was found, or is left.
+    """
     from tierd.clock import SystemClock
     from tierd.disk import fsck as fscks
     from tierd.disk.posix import PosixDisk
@@ -41,10 +44,10 @@ def fsck(folder: Folder, rebuild: Rebuild = False, as_json: options.AsJson = Fal
     with PosixDisk(str(place), ephemeral=False) as disk:
         report = (fscks.rebuild if rebuild else fscks.check)(disk, SystemClock())
     if as_json:
-        print_json(versioned(clean=report.clean, **asdict(report)))
+        print_json(versioned(clean=report.clean, sound=report.sound, **asdict(report)))
     else:
         _show(report)
-    if not report.clean:
+    if not report.sound:
         raise typer.Exit(exits.FAILED)
 
 
@@ -65,13 +68,26 @@ def _show(report: FsckReport) -> None:
                 print(line, file=out)
             if len(lines) > LINES_MAX:
                 print(f"... and {len(lines) - LINES_MAX:,d} more", file=out)
-        verdict = "damage was found" + (", and mended" if report.rebuilt else "")
-        print("clean" if report.clean else verdict, file=out)
+        print(_verdict(report), file=out)
+
+
+def _verdict(report: FsckReport) -> str:
+    if report.clean:
+        return "clean"
+    if not report.rebuilt:
+        return "damage was found"
+    if not report.sound:
+        return "damage was found, and not all of it is mended"
+    lost = (
+        f"; {len(report.lost)} sessions lost KV, named above" if report.lost else ", nothing lost"
+    )
+    return f"damage was found, and mended{lost}"
 
 
 def _findings(report: FsckReport) -> list[list[str]]:
     pages = [
-        f"page: session {page.session:016x} {page.reason} (slab {page.slab}, slot {page.slot})"
+        f"found: page: session {page.session:016x} {page.reason} "
+        f"(slab {page.slab}, slot {page.slot})"
         for page in report.pages
     ]
     lost = [
@@ -79,4 +95,22 @@ def _findings(report: FsckReport) -> list[list[str]]:
         "it anew from the token ids"
         for number, token in report.lost
     ]
-    return [report.damage, pages, lost, [f"note: {note}" for note in report.notes]]
+    lost += [
+        f"lost: session {number:016x}: all of it, from token 0 on: its token ids are lost, nothing "
+        "can resume it"
+        for number in report.unresumable
+    ]
+    strays = [
+        f"note: session {number:016x}: {slots:,d} slots hold pages that may have been its; no "
+        "record says that it was kept"
+        for number, slots in report.strays
+    ]
+    return [
+        [f"found: {what}" for what in report.damage],
+        pages,
+        [f"mended: {what}" for what in report.mended],
+        [f"left: {what}" for what in report.left],
+        lost,
+        strays,
+        [f"note: {note}" for note in report.notes],
+    ]

@@ -51,6 +51,8 @@ def _encode_values(hot: Any, out: Any, group: Any, s: Any, w: Any) -> Any:
     v.copy_bytes(out + s.value_zero + 2 * group * s.group, w.zero_half, 2 * s.group)
     v.copy_bytes(out + s.value_scale + 2 * group * s.group, w.scale_half, 2 * s.group)
     magic = v.splat(ROUND)
+    place = out + s.values + group * s.group * s.d
+    codes = place if s.d == s.padded else w.codes  # a row that is padded goes by scratch
     for t in range(s.group):
         prefetch_row(hot + s.hot_values, out + s.values, (group + 1) * s.group + t, s.d, s)
         zero = v.splat(v.read_f32(w.zero + 4 * t))
@@ -58,8 +60,9 @@ def _encode_values(hot: Any, out: Any, group: Any, s: Any, w: Any) -> Any:
         for c in range(0, s.padded, 16):
             x = v.load_f32(w.tile + t * row_bytes + 4 * c)
             shifted = v.add(v.mul(v.sub(x, zero), inverse), magic)
-            v.store_low_bytes(w.codes + t * s.padded + c, shifted)
-    store_value_codes(out + s.values + group * s.group * s.d, s, w)
+            v.store_low_bytes(codes + t * s.padded + c, shifted)
+    if s.d != s.padded:
+        store_value_codes(place, s, w)
     return bits
 
 

@@ -266,25 +266,26 @@ def read_values(part: Any, group: Any, s: Any, w: Any) -> Any:
     zero = v.splat(ZERO)
     check = zero
     whole = s.d // 16 * 16
-    for t in range(s.group):
-        row = part + (group * s.group + t) * s.d * item
-        tile = w.tile + 4 * t * s.padded
-        for c in range(0, whole, 16):
-            x = load(row + c * item, s.kind)
-            check = v.add(check, v.mul(x, zero))
-            v.store_f32(tile + 4 * c, x)
-        if whole < s.d:
-            x = _widened(row, whole, _first_element(row, s, w), s, w)
-            check = v.add(check, v.mul(x, zero))
-            v.store_f32(tile + 4 * whole, x)
-    for t in range(s.group):
-        low = v.load_f32(w.tile + 4 * t * s.padded)
-        high = low
-        for c in range(16, s.padded, 16):
-            x = v.load_f32(w.tile + 4 * (t * s.padded + c))
-            low, high = v.lesser(x, low), v.greater(x, high)
-        v.write_f32(w.low + 4 * t, v.fold_min(low))
-        v.write_f32(w.high + 4 * t, v.fold_max(high))
+    for first in range(0, s.group, v.LANES):
+        for i in range(v.LANES):
+            row = part + (group * s.group + first + i) * s.d * item
+            tile = w.tile + 4 * (first + i) * s.padded
+            low, high = v.splat(np.float32(np.inf)), v.splat(np.float32(-np.inf))
+            for c in range(0, whole, 16):
+                x = load(row + c * item, s.kind)
+                check = v.add(check, v.mul(x, zero))
+                low, high = v.lesser(x, low), v.greater(x, high)
+                v.store_f32(tile + 4 * c, x)
+            if whole < s.d:
+                x = _widened(row, whole, _first_element(row, s, w), s, w)
+                check = v.add(check, v.mul(x, zero))
+                low, high = v.lesser(x, low), v.greater(x, high)
+                v.store_f32(tile + 4 * whole, x)
+            v.store_f32(w.lows + 4 * v.LANES * i, low)
+            v.store_f32(w.highs + 4 * v.LANES * i, high)
+        # 16 tokens at once: folding one vector costs as much as coding it.
+        v.store_f32(w.low + 4 * first, v.fold_rows_min(w.lows))
+        v.store_f32(w.high + 4 * first, v.fold_rows_max(w.highs))
     return flags_of(check)
 
 

@@ -1,12 +1,15 @@
 """fsck: checks a cold folder whole, and mends its index.
 
-    check     superblock, snapshots, journal; then the header and the digest of every page
-    rebuild   the same, then: superblock, a snapshot of the pages whose bytes are theirs
+    check     superblock, snapshots, journal, manifests; the header and the digest of every page
+    rebuild   the same, then: superblock, a snapshot of the pages whose bytes are theirs, manifests
 
-A page that no readable record names is not taken up, however sound its slot: a
-freed slot keeps its header, so a header alone cannot say whether its page is
-still the session's, and a page of a text that was cut off and written anew
-would be wrong bytes. Such slots are counted as `unnamed`.
+Where the snapshots and the journal are lost, a session's manifest says which
+slots hold what was kept of it; each is believed once its header and its bytes
+have been compared. A page that neither a record nor a manifest names is not
+taken up, however sound its slot: a freed slot keeps its header, so a header
+alone cannot say whether its page is still the session's, and a page of a text
+that was cut off and written anew would be wrong bytes. Such slots are counted
+as `unnamed`, and where records are lost their sessions are named as `strays`.
 
 Nothing else may have the folder open: the disk's lock sees to it.
 """
@@ -20,13 +23,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierd.disk import journal, snapshot, superblock
+from tierd.disk import journal, manifest, snapshot, strays, superblock
 from tierd.disk.header import HEADER_BYTES, SlotHeader, verify_slot
 from tierd.disk.image import Image
 from tierd.disk.ledger import SLAB_IDS_RESERVED, Ledger
-from tierd.disk.ports import DiskPort
+from tierd.disk.ports import FOLDERS, DiskPort
 from tierd.disk.records import Rows
-from tierd.disk.recovery import SLAB_FOLDER, RecoveryReport, recover
+from tierd.disk.recovery import SLAB_FOLDER, Recovered, RecoveryReport, recover
 from tierd.disk.superblock import Superblock
 from tierd.errors import NotFound, PageDamaged, StorageError
 from tierd.types import CodecId, SlabRecord
@@ -34,6 +37,8 @@ from tierd.units import SECTOR_BYTES
 
 if TYPE_CHECKING:
     from tierd.clock import Clock
+
+_EPOCH_BITS = 12  # a start's generations begin at its epoch << 12 (placement.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +55,11 @@ class DamagedPage:
 
 @dataclass(slots=True)
 class FsckReport:
-    """What was looked at, and what is wrong: `damage`, and `pages` whose bytes are not theirs.
+    """What was looked at and found, what was mended, what is lost.
 
-    `unnamed`: slots with a sound header that no record names.
+    Figures are those of the index: after a rebuild, of the new one. `damage` is of
+    records, `pages` are those whose bytes are not theirs, `unnamed` the slots with a
+    sound header that no record names.
     """
 
     store_uuid: str = ""
@@ -62,73 +69,161 @@ class FsckReport:
     unnamed: int = 0
     damage: list[str] = field(default_factory=list)
     pages: list[DamagedPage] = field(default_factory=list)
+    mended: list[str] = field(default_factory=list)
+    restored: list[int] = field(default_factory=list)  # sessions taken up from manifests
     lost: list[tuple[int, int]] = field(default_factory=list)  # (session, first lost token)
+    unmanifested: list[int] = field(default_factory=list)  # sessions whose manifest is damaged
+    unresumable: list[int] = field(default_factory=list)  # kept, and their token ids are lost
+    # (session, slots that hold pages of it) where records are lost: perhaps kept, perhaps not
+    strays: list[tuple[int, int]] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)  # damage that a rebuild could not mend
     notes: list[str] = field(default_factory=list)
     rebuilt: bool = False
 
     @property
     def clean(self) -> bool:
-        """Whether nothing is wrong."""
-        return not (self.damage or self.pages or self.lost)
+        """Whether nothing was wrong."""
+        return not (self.damage or self.pages or self.lost or self.unresumable)
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is wrong now: all was clean, or all that was kept is mended."""
+        return self.clean or (self.rebuilt and not self.left and not self.unresumable)
 
 
 def check(disk: DiskPort, clock: Clock) -> FsckReport:
     """Look at everything, write nothing. Raises StorageError when the disk itself fails."""
     report = FsckReport()
     try:
-        found = recover(disk, new_uuid=_no_uuid, clock=clock, strict=False)
+        _check(disk, clock, report)
     except StorageError as error:
         report.damage.append(str(error))
-        return report
-    report.store_uuid = found.store_uuid.hex()
-    if found.fresh:
-        report.notes.append("there is no store here yet")
-    _tell(report, found.report)
-    for name in disk.names(snapshot.FOLDER):
-        if name.endswith(superblock.TEMPORARY) or name in found.leftovers:
-            continue
-        try:
-            snapshot.read_snapshot(disk, int(name.rpartition("/")[2], 16), found.store_uuid)
-        except StorageError as error:
-            report.damage.append(f"{name}: {error}")
-    _check_slots(disk, found.image, found.store_uuid, report)
-    _find_orphans(disk, found.image, report)
     return report
 
 
-def _find_orphans(disk: DiskPort, image: Image, report: FsckReport) -> None:
-    """Tell of slab files beside damaged records: what no record names cannot be used."""
-    names = {f"{SLAB_FOLDER}/{slab:08x}" for slab in image.slabs}
-    orphans = [name for name in disk.names(SLAB_FOLDER) if name not in names]
-    if orphans and report.damage:
+def _check(disk: DiskPort, clock: Clock, report: FsckReport) -> Recovered:
+    found = _check_records(disk, clock, report)
+    _check_slots(disk, found.image, found.store_uuid, report)
+    _find_orphans(disk, found, report)
+    return found
+
+
+def _check_records(disk: DiskPort, clock: Clock, report: FsckReport) -> Recovered:
+    """Look at superblock, journal, snapshots and manifests."""
+    found = recover(disk, new_uuid=_no_uuid, clock=clock, strict=False)
+    report.store_uuid = found.store_uuid.hex()
+    report.sessions, report.slabs = len(found.image.sessions), len(found.image.slabs)
+    if found.fresh:
+        report.notes.append("there is no store here yet")
+    _tell(report, found.report)
+    readers: list[tuple[str, Callable[[str], object]]] = [
+        (snapshot.FOLDER, lambda name: snapshot.read_snapshot(
+            disk, int(name.rpartition("/")[2], 16), found.store_uuid)),
+        (manifest.FOLDER, lambda name: manifest.read_manifest(disk, name, found.store_uuid)),
+    ]  # fmt: skip
+    for folder, read in readers:
+        for name in disk.names(folder):
+            if name.endswith(superblock.TEMPORARY) or name in found.leftovers:
+                continue
+            try:
+                read(name)
+            except StorageError as error:
+                report.damage.append(f"{name}: {error}")
+                if folder == manifest.FOLDER:
+                    report.unmanifested.append(manifest.session_number(name))
+    sessions = found.image.sessions
+    kept = {
+        number for number in report.unmanifested if number in sessions and sessions[number].kept
+    }
+    report.unresumable += [number for number in report.unmanifested if number not in kept]
+    return found
+
+
+def _find_orphans(disk: DiskPort, found: Recovered, report: FsckReport) -> None:
+    """Where records are lost, tell what stands in slots that no record names."""
+    if not report.damage:
+        return
+    known = {f"{SLAB_FOLDER}/{slab:08x}" for slab in found.image.slabs}
+    names = disk.names(SLAB_FOLDER)
+    orphans = [name for name in names if name not in known]
+    sessions = found.image.sessions
+    counts = strays.count_strays(disk, names, found.store_uuid, sessions)
+    report.strays = sorted(counts.items())
+    if orphans:
+        slots = strays.count_strays(disk, orphans, found.store_uuid, ()).total()
         report.damage.append(
             f"{len(orphans)} slab files ({', '.join(orphans[:3])}{', ...' * (len(orphans) > 3)}) "
-            "are named by no readable record: the pages in them, and their sessions, are lost "
-            "unless the records can be had from elsewhere; --rebuild gives them up"
+            f"with {slots} pages are named by no readable record or manifest"
         )
 
 
 def rebuild(disk: DiskPort, clock: Clock) -> FsckReport:
-    """Check, then mend what can be mended; return what was wrong.
+    """Check, then mend what can be mended; return what was wrong, and what became of it.
 
     Pages whose bytes are not theirs are dropped and their slots never used
-    again; parked sessions end at their first gap. Raises StorageFull, StorageError.
+    again; kept sessions end at their first gap. Raises StorageFull, StorageError.
     """
-    notes = _mend_superblock(disk)
-    report = check(disk, clock)
-    report.notes += notes
+    report = FsckReport()
+    mended = _mend_superblock(disk)
+    if mended:
+        report.damage.append("superblock: no two copies agree")
+        report.mended.append(mended)
+    _check(disk, clock, report)
     for _ in range(2):
         # Once to write it down; the second start cuts sessions where pages were dropped.
         ledger = Ledger.open(disk, new_uuid=_no_uuid, clock=clock, strict=False)
         report.lost += [lost for lost in ledger.recovery.lost if lost not in report.lost]
-        for page in report.pages if not report.rebuilt else []:
-            ledger.drop_pages(page.session, [(page.layer, page.block)])
-            ledger.quarantine(page.slab, page.slot, page.reason)
+        if not report.rebuilt:
+            _drop_damaged(ledger, report)
         ledger.flush(sync=True)
+        _write_manifests(disk, ledger, report)
         ledger.snapshot()
         ledger.close()
         report.rebuilt = True
+    _look_again(disk, clock, report)
     return report
+
+
+def _write_manifests(disk: DiskPort, ledger: Ledger, report: FsckReport) -> None:
+    """Write down once more what is kept, where that is missing or damaged."""
+    kept = {number for number, record in ledger.sessions().items() if record.kept}
+    wanting = [] if report.rebuilt else report.unmanifested
+    for number in sorted({*ledger.unmanifested, *wanting}):
+        if number in kept:
+            ledger.keep(number)
+            report.mended.append(f"{manifest.manifest_name(number)}: written anew")
+        else:
+            disk.remove(manifest.manifest_name(number))
+
+
+def _drop_damaged(ledger: Ledger, report: FsckReport) -> None:
+    sessions = ledger.sessions()
+    for page in report.pages:
+        ledger.drop_pages(page.session, [(page.layer, page.block)])
+        ledger.quarantine(page.slab, page.slot, page.reason)
+        record = sessions.get(page.session)
+        if record is not None and record.kept and record.sealed_blocks > page.block:
+            sessions[page.session] = replace(record, sealed_blocks=page.block)
+    if report.pages:
+        report.mended.append(f"{len(report.pages)} damaged pages: dropped, their slots shut")
+    for number, record in ledger.sessions().items():
+        shorter = sessions[number]
+        if shorter != record and record.state != "parked":  # those the next start cuts, and names
+            ledger.put_session(shorter)
+            tokens = shorter.sealed_blocks * record.namespace.geometry.block_tokens
+            report.lost.append((number, tokens))
+
+
+def _look_again(disk: DiskPort, clock: Clock, report: FsckReport) -> None:
+    """Take the new index's figures, and what is still wrong with its records."""
+    after = FsckReport()
+    _check_records(disk, clock, after)
+    report.sessions, report.slabs = after.sessions, after.slabs
+    report.left = after.damage
+    report.mended += [
+        f"session {number:016x}: taken up from its manifest" for number in report.restored
+    ]
+    report.mended.append(f"index: written anew, with {after.sessions} sessions")
 
 
 def _no_uuid() -> bytes:
@@ -141,6 +236,7 @@ def _tell(report: FsckReport, recovered: RecoveryReport) -> None:
     report.damage += [f"{what}: damaged" for what in recovered.repaired]
     report.damage += [f"{SLAB_FOLDER}/{slab:08x}: missing" for slab in recovered.missing_slabs]
     report.lost += recovered.lost
+    report.restored += recovered.restored
     harmless = "nothing needs it" if not recovered.damage else "not used"
     report.notes += [f"{name}: {harmless}" for name in recovered.dropped_files]
     if recovered.torn_tail:
@@ -152,7 +248,6 @@ def _tell(report: FsckReport, recovered: RecoveryReport) -> None:
 
 def _check_slots(disk: DiskPort, image: Image, store_uuid: bytes, report: FsckReport) -> None:
     """Compare every slot with the index."""
-    report.sessions, report.slabs = len(image.sessions), len(image.slabs)
     rows = image.all_rows()
     by_slab = rows[np.argsort(rows["slab"], kind="stable")]
     for slab in sorted(image.slabs.values(), key=lambda slab: slab.slab):
@@ -228,31 +323,30 @@ def _unnamed(opened: _OpenSlab, rows: Rows, store_uuid: bytes) -> int:
 # -- superblock -----------------------------------------------------------------------
 
 
-def _mend_superblock(disk: DiskPort) -> list[str]:
-    """Write a superblock where two copies do not agree; return what was done.
+def _mend_superblock(disk: DiskPort) -> str:
+    """Write a superblock where two copies do not agree; return what was done, or "".
 
-    Its name comes from a copy, a snapshot or a slot. Raises StorageError if
-    none of them says it.
+    Its name comes from a copy, a snapshot, a manifest or a slot; its epoch lies above
+    all that they name. Raises StorageError if none of them says which store it is.
     """
     try:
         copies = superblock.read_copies(disk)
     except NotFound:
         copies = []
-    folders = (journal.FOLDER, snapshot.FOLDER, SLAB_FOLDER)
-    if superblock.choose(copies) or not any(disk.names(folder) for folder in folders):
-        return []
-    sources: list[Callable[[DiskPort], Iterator[Superblock]]] = [
-        lambda _: (copy for copy in copies if copy), _from_snapshots, _from_slots,
-    ]  # fmt: skip
-    for source in sources:
-        said = max(source(disk), key=lambda found: found.epoch, default=None)
-        if said is not None:
-            slabs = [journal.segment_number(name) for name in disk.names(SLAB_FOLDER)]
-            limit = max(said.slab_limit, *slabs, 0) + SLAB_IDS_RESERVED
-            mended = Superblock(said.store_uuid, said.epoch + 1, limit, 0)
-            superblock.write_superblock(disk, mended)
-            return [f"superblock: written anew for store {said.store_uuid.hex()}"]
-    raise StorageError("superblock: no copy, snapshot or slot says which store this is")
+    if superblock.choose(copies) or not any(disk.names(folder) for folder in FOLDERS):
+        return ""
+    said = [copy for copy in copies if copy]
+    for source in (_from_snapshots, _from_manifests, _from_slots):
+        said += source(disk)
+    if not said:
+        raise StorageError("superblock: no copy, snapshot, manifest or slot says which store it is")
+    name = said[0].store_uuid
+    own = [found for found in said if found.store_uuid == name]
+    slabs = [journal.segment_number(slab) for slab in disk.names(SLAB_FOLDER)]
+    limit = max(*(found.slab_limit for found in own), *slabs, 0) + SLAB_IDS_RESERVED
+    epoch = max(found.epoch for found in own) + 1
+    superblock.write_superblock(disk, Superblock(name, epoch, limit, 0))
+    return f"superblock: written anew for store {name.hex()}"
 
 
 def _first_sector(disk: DiskPort, name: str) -> memoryview:
@@ -276,9 +370,20 @@ def _from_snapshots(disk: DiskPort) -> Iterator[Superblock]:
         yield Superblock(header.store_uuid, header.epoch, header.slab_limit, 0)
 
 
+def _from_manifests(disk: DiskPort) -> Iterator[Superblock]:
+    for name in disk.names(manifest.FOLDER):
+        try:
+            header = manifest.ManifestHeader.unpack(_first_sector(disk, name))
+        except StorageError:
+            continue
+        yield Superblock(header.store_uuid, header.stamp[0], 1, 0)
+
+
 def _from_slots(disk: DiskPort) -> Iterator[Superblock]:
     for name in disk.names(SLAB_FOLDER):
         try:
-            yield Superblock(SlotHeader.unpack(_first_sector(disk, name)).store_uuid, 0, 1, 0)
-        except (PageDamaged, StorageError):
+            for header in strays.headers_in(disk, name):
+                # Slots of one run begin above its epoch's floor: generation >> 12 at least.
+                yield Superblock(header.store_uuid, header.generation >> _EPOCH_BITS, 1, 0)
+        except StorageError:
             continue

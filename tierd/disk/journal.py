@@ -174,6 +174,11 @@ class Journal:
         self.written_bytes += size_bytes
         return size_bytes
 
+    @property
+    def begun(self) -> bool:
+        """Whether this epoch's first segment was made."""
+        return self._handle != 0
+
     def begin(self, tail: Sequence[bytes]) -> None:
         """Begin this epoch's first segment, `tail` in it: payloads said before, not yet durable.
 

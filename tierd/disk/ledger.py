@@ -11,16 +11,20 @@ Invariants:
   only the thread that holds `_io` writes the journal; no I/O under `_mutex`
   a slab id is given out once in a store's life, durably reserved before
   after a failed sync the ledger is read-only: `failed` says why, reads go on
+  until this start's segment is there (`waiting`: the disk is full) no slot may be written:
+    a slot that is free in the image may still be a page's on the disk
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tierd.disk import journal as journals
+from tierd.disk import manifest as manifests
 from tierd.disk import snapshot as snapshots
 from tierd.disk.image import Image, Occupancy
 from tierd.disk.journal import Journal
@@ -30,18 +34,19 @@ from tierd.disk.records import (
     PAGE_ROW,
     REASON_CHARS_MAX,
     STATES,
-    Keys,
     Kind,
     Record,
     Rows,
     SessionRecord,
+    commit_records,
+    drop_records,
     keys_of,
-    pack_records,
+    pack_payloads,
     record_bytes,
     session_records,
     slab_items,
 )
-from tierd.disk.recovery import Recovered, RecoveryReport, recover
+from tierd.disk.recovery import Recovered, RecoveryReport, first_words, recover
 from tierd.disk.superblock import SUPERBLOCK_BYTES, Superblock, write_superblock
 from tierd.errors import StorageError, StorageFull
 from tierd.types import SlabRecord
@@ -90,10 +95,15 @@ class Ledger:
         self._next_slab = found.next_slab
         self._slab_limit_durable = self._image.slab_limit
         self._failed = ""
+        self._waiting = ""  # why this start's segment could not be made
+        self._unstarted: Recovered | None = found
         self._closed = False
         self._mutex = threading.Lock()  # image, buffer, ids
         self._io = threading.Lock()  # the journal's end
         self._snapshot_io = threading.Lock()
+        self._manifests = dict(found.manifests.sizes)  # bytes by session; under `_io`
+        self._manifest_bytes_max = 2**63
+        self._unkept: set[int] = set()  # sessions whose manifest goes after the next flush
 
     @classmethod
     def open(
@@ -104,13 +114,17 @@ class Ledger:
         clock: Clock,
         segment_bytes: int = journals.SEGMENT_BYTES,
         strict: bool = True,
+        patient: bool = False,
+        manifest_bytes_max: int = 2**63,
     ) -> Ledger:
         """Recover what the disk holds, or begin a new store; `recovery` says what was found.
 
         `new_uuid` makes the 16 bytes of a new store's name. `segment_bytes`: a
         multiple of 4 KiB, at least 64 KiB. `strict`: refuse what is sound and
-        not understood. Raises StorageError (no superblock that can be trusted
-        beside data; a disk that fails), StorageFull.
+        not understood. `patient`: where the disk is too full to begin, wait: all can be
+        looked at, and each flush tries once more. `manifest_bytes_max`: of all manifests
+        together; those that do not fit are not written. Raises StorageError (no superblock that
+        can be trusted beside data; a disk that fails), StorageFull (for a new store always).
         """
         found = recover(disk, new_uuid=new_uuid, clock=clock, strict=strict)
         if found.fresh:
@@ -118,28 +132,34 @@ class Ledger:
             write_superblock(disk, Superblock(found.store_uuid, 1, found.next_slab, 0))
             found.epoch = 1
         ledger = cls(disk, found, segment_bytes)
+        ledger._manifest_bytes_max = manifest_bytes_max
+        ledger._say(first_words(found, ledger._part_bytes))
         try:
-            ledger._begin(found)
-        except StorageError:
+            ledger._start()
+        except StorageError as error:
+            full = isinstance(error, StorageFull) and not ledger._journal.failed
+            if patient and full and not found.fresh:
+                ledger._wait(str(error), found)
+                return ledger
             ledger._journal.close()
             raise
         return ledger
 
-    def _begin(self, found: Recovered) -> None:
-        """Start the epoch's segment: what may not be durable, then what recovery left out."""
-        self._journal.begin(found.tail)
-        self._reserve(self.epoch, self._image.slab_limit)
-        pruned = found.pruned
-        for session, keys in pruned.drops:
-            self._drop_keys(session, keys)
-        for session in pruned.orphans:
-            self.drop_session(session)
-        for record in pruned.cut:
-            self.put_session(record)
-        for session, first_block in pruned.truncated:
-            self.truncate(session, first_block)
-        for slab in pruned.missing_slabs:
-            self.drop_slab(slab)
+    def _start(self) -> None:
+        """Begin the epoch's segment with what may not be durable, and let what is said follow it.
+
+        Raises StorageFull: what is there stands, and it may be tried again.
+        """
+        with self._io:
+            found = self._unstarted
+            if found is None:
+                return
+            if not self._journal.begun:
+                self._journal.begin(found.tail)
+            limit = self._image.slab_limit
+            self._reserve(self.epoch, limit)
+            self._slab_limit_durable = limit
+            self._unstarted, self._waiting = None, ""
         if self.dirty:
             self.flush(sync=True)
         for name in found.leftovers:
@@ -147,6 +167,18 @@ class Ledger:
         self._drop_covered()
         with contextlib.suppress(StorageError):
             self._quarantine_log.find()
+
+    def _wait(self, reason: str, found: Recovered) -> None:
+        """Go on without a segment: only slab ids are reserved, the superblock's next file is there.
+
+        Its epoch stays: a newer one would say that the journal was closed whole.
+        """
+        self._waiting = reason
+        self._slab_limit_durable = self._next_slab
+        old, limit = found.superblock, self._image.slab_limit
+        with contextlib.suppress(StorageError):
+            write_superblock(self._disk, replace(old, slab_limit=max(limit, old.slab_limit)))
+            self._slab_limit_durable = limit
 
     def _reserve(self, epoch: int, slab_limit: int) -> None:
         end = self._journal.durable
@@ -160,9 +192,8 @@ class Ledger:
         """
         with self._mutex:
             if self._next_slab >= self._slab_limit_durable:
-                raise StorageError(
-                    self._failed or "no slab ids are reserved: the journal is behind"
-                )
+                self._refuse_if_failed()
+                raise StorageError("no slab ids are reserved: the journal is behind")
             self._next_slab += 1
             short = self._image.slab_limit - self._next_slab < SLAB_IDS_RESERVED // 2
             if short and self._image.slab_limit <= SLAB_ID_MAX:
@@ -193,20 +224,11 @@ class Ledger:
     def commit(self, rows: Rows) -> None:
         """Note pages (PAGE_ROW [n], n may be 0) whose slots are written; same page: replaced."""
         assert rows.dtype == PAGE_ROW and rows.ndim == 1, f"{rows.dtype=} {rows.shape=}"
-        records: list[Record] = []
-        most = self._part_bytes // PAGE_ROW.itemsize
-        for first in range(0, len(rows), most):
-            records.append([Kind.COMMIT, rows[first : first + most].tobytes()])
-        self._say(records)
+        self._say(commit_records(rows, self._part_bytes))
 
     def drop_pages(self, session: int, pages: Sequence[tuple[int, int]]) -> None:
         """Forget pages, (layer, block) each; those not there are ignored."""
-        self._drop_keys(session, keys_of(pages))
-
-    def _drop_keys(self, session: int, keys: Keys) -> None:
-        most = self._part_bytes // 8
-        for first in range(0, len(keys), most):
-            self._say([[Kind.DROP_PAGES, session, keys[first : first + most].tobytes()]])
+        self._say(drop_records(session, keys_of(pages), self._part_bytes))
 
     def truncate(self, session: int, first_block: int) -> None:
         """Forget a session's pages of blocks >= first_block."""
@@ -220,7 +242,36 @@ class Ledger:
 
     def drop_session(self, number: int) -> None:
         """Forget a session and its pages."""
-        self._say([[Kind.DROP_SESSION, number]])
+        with self._mutex:
+            self._append([[Kind.DROP_SESSION, number]])
+            self._unkept.add(number)
+
+    def keep(self, number: int) -> None:
+        """Write down once more what is kept of a session, for when the journal is lost.
+
+        Blocking; to be called after the flush(sync=True) that made it durable. Raises
+        StorageFull, StorageError: it is durable all the same, and is then written down once.
+        """
+        with self._io:
+            with self._mutex:
+                record = self._image.sessions.get(number)
+                rows, slabs = self._image.rows_of_session(number), dict(self._image.slabs)
+                stamp = (self.epoch, self._journal.durable)
+            if record is None or not record.kept:
+                return
+            self._manifests.pop(number, None)
+            manifest = manifests.manifest_of(replace(record, state="parked"), rows, slabs)
+            self._manifests[number] = manifests.write_manifest(
+                self._disk, manifest, store_uuid=self.store_uuid, stamp=stamp,
+                bytes_max=self._manifest_bytes_max - sum(self._manifests.values()),
+            )  # fmt: skip
+
+    @property
+    def unmanifested(self) -> list[int]:
+        """The kept sessions that are written down once only."""
+        with self._mutex:
+            kept = [number for number, record in self._image.sessions.items() if record.kept]
+        return [number for number in kept if number not in self._manifests]
 
     # -- the buffer ---------------------------------------------------------------
     def _say(self, records: Sequence[Record]) -> None:
@@ -244,8 +295,19 @@ class Ledger:
 
     @property
     def failed(self) -> str:
-        """Why nothing is written any more; "" while all is well."""
-        return self._failed
+        """Why nothing is written any more, or not yet; "" while all is well."""
+        return self._failed or self._waiting
+
+    @property
+    def waiting(self) -> str:
+        """Why nothing is written yet: the disk is full, and a flush tries again; or ""."""
+        return "" if self._failed else self._waiting
+
+    def _refuse_if_failed(self) -> None:
+        if self._failed:
+            raise StorageError(f"the ledger is read-only: {self._failed}")
+        if self._waiting:
+            raise StorageFull(f"the disk is full, and nothing is written before: {self._waiting}")
 
     @property
     def dirty(self) -> bool:
@@ -264,17 +326,28 @@ class Ledger:
         lost, try again when there is space), StorageError (read-only from now
         on: a sync failed, or writing did twice).
         """
+        if self.waiting:
+            self._start_again()
         with self._io:
             self._flush(sync)
+
+    def _start_again(self) -> None:
+        try:
+            self._start()
+        except StorageError as error:
+            if self._journal.failed or not isinstance(error, StorageFull):
+                with self._mutex:
+                    self._fail(self._journal.failed or str(error))
+            raise
 
     def _flush(self, sync: bool, copy: bool = False) -> tuple[Image | None, int]:
         """Under `_io`. With `copy` return the image as of the journal's end, and its records."""
         with self._mutex:
-            if self._failed:
-                raise StorageError(f"the ledger is read-only: {self._failed}")
+            self._refuse_if_failed()
             records, size_bytes = self._buffer, self._buffer_bytes
             self._buffer, self._buffer_bytes = [], 0
             lines, self._lines = self._lines, []
+            unkept, self._unkept = self._unkept, set()
             limit = self._image.slab_limit
             seen = self._image.copy() if copy else None, self._records
         try:
@@ -285,6 +358,10 @@ class Ledger:
         except StorageError as error:
             self._take_back(records, size_bytes, error)
             raise
+        for number in unkept & self._manifests.keys():
+            # If this is lost by a crash, the next start sees that nobody needs it.
+            del self._manifests[number]
+            self._disk.remove(manifests.manifest_name(number))
         if sync:
             self._slab_limit_durable = limit
         if lines:
@@ -372,8 +449,8 @@ class Ledger:
     def metadata_bytes(self) -> int:
         """Return the bytes of all files but the slabs, for the tier's byte cap."""
         files = sum(snapshot.size_bytes for snapshot in self._snapshots)
-        log = self._quarantine_log.size_bytes
-        return SUPERBLOCK_BYTES + self._journal.size_bytes + files + log
+        files += sum(self._manifests.values()) + self._quarantine_log.size_bytes
+        return 2 * SUPERBLOCK_BYTES + self._journal.size_bytes + files
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless image, buffer and journal agree."""
@@ -408,34 +485,3 @@ class Ledger:
         # All that was said is durable without it.
         with contextlib.suppress(StorageError):
             self._reserve(self.epoch + 1, self._next_slab)
-
-
-def pack_payloads(records: Sequence[Record], payload_bytes: int) -> list[bytes]:
-    """Return records as payloads of at most `payload_bytes`, in order, neighbouring rows joined."""
-    payloads: list[bytes] = []
-    batch: list[Record] = []
-    batch_bytes = 0
-    for record in join_rows(records, payload_bytes // 2):
-        size_bytes = record_bytes(record)
-        if batch and batch_bytes + size_bytes > payload_bytes:
-            payloads.append(pack_records(batch))
-            batch, batch_bytes = [], 0
-        batch.append(record)
-        batch_bytes += size_bytes
-    return [*payloads, pack_records(batch)]
-
-
-def join_rows(records: Sequence[Record], most_bytes: int) -> Iterator[Record]:
-    """Yield records, runs of commits as commits of at most `most_bytes` of rows."""
-    run: list[bytes] = []
-    run_bytes = 0
-    for record in [*records, None]:
-        rows = record[1] if record is not None and record[0] == Kind.COMMIT else b""
-        if run and (not rows or run_bytes + len(rows) > most_bytes):
-            yield [Kind.COMMIT, b"".join(run)]
-            run, run_bytes = [], 0
-        if rows:
-            run.append(rows)
-            run_bytes += len(rows)
-        elif record is not None:
-            yield record

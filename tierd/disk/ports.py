@@ -22,10 +22,10 @@ from typing import Protocol
 
 from tierd.units import SECTOR_BYTES
 
-FOLDERS = ("journal", "slab", "snap")
+FOLDERS = ("journal", "kept", "slab", "snap")
 # A name may end in .tmp while its file is not whole yet: rename makes it count.
 _NAME = re.compile(
-    r"(superblock|quarantine\.log|(journal|slab)/[0-9a-f]{8}|snap/[0-9a-f]{16})(\.tmp)?"
+    r"(superblock(\.spare)?|quarantine\.log|(journal|slab)/[0-9a-f]{8}|(kept|snap)/[0-9a-f]{16})(\.tmp)?"
 )
 
 
@@ -54,7 +54,7 @@ class DiskPort(Protocol):
         """Return a file's size, any number of bytes if somebody cut it. Raises StorageError."""
 
     def names(self, folder: str) -> list[str]:
-        """Return the files of ours in "journal", "slab", "snap" or "" (the top), sorted.
+        """Return the files of ours in one of FOLDERS or "" (the top), sorted.
 
         Names are whole: "slab/0000002a". Raises StorageError.
         """

@@ -66,6 +66,7 @@ class PosixDisk:
             self._folder_fds[""] = os.open(folder, _FOLDER_FLAGS)
         try:
             if not ephemeral:
+                self._refuse_foreign()
                 self._lock()
                 self._open_folders()
             with self._errors():
@@ -76,6 +77,30 @@ class PosixDisk:
 
     def _errors(self, doing: str = "") -> AbstractContextManager[None]:
         return _storage_errors(f"cold folder {self.folder}{doing}")
+
+    def _refuse_foreign(self) -> None:
+        """Raise StorageError for a folder that holds others' files and nothing of a store."""
+        with self._errors():
+            names = sorted(os.listdir(self._folder_fds[""]))
+            others = [name for name in names if not _may_be_ours(name)]
+            if not others or "superblock" in names or any(map(self._has_ours, FOLDERS)):
+                return
+        more = ", ..." * (len(others) > 3)
+        raise StorageError(
+            f"cold folder {self.folder} holds other files ({', '.join(others[:3])}{more}) and no "
+            "store; name an empty folder, or a new one"
+        )
+
+    def _has_ours(self, folder: str) -> bool:
+        """Return whether a file of a store is there. Raises OSError."""
+        try:
+            fd = os.open(folder, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=self._folder_fds[""])
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        try:
+            return any(is_name(f"{folder}/{name}") for name in os.listdir(fd))
+        finally:
+            os.close(fd)
 
     def _lock(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -88,8 +113,10 @@ class PosixDisk:
                 raise StorageError(
                     f"cold folder {self.folder} is in use by process {holder or 'unknown'}"
                 ) from None
-            os.ftruncate(self._lock_fd, 0)
-            os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # for people; a full disk must not keep us out
+            holder_line = f"{os.getpid()}\n".encode()
+            os.pwrite(self._lock_fd, holder_line, 0)
+            os.ftruncate(self._lock_fd, len(holder_line))
 
     def _open_folders(self) -> None:
         top = self._folder_fds[""]
@@ -111,9 +138,10 @@ class PosixDisk:
             finally:
                 os.close(direct)
         except OSError as error:
-            if error.errno not in _NO_DIRECT:
+            # On a full disk the open alone has to tell: what is there can still be read.
+            if error.errno not in (*_NO_DIRECT, *_FULL):
                 raise
-            return False
+            return error.errno in _FULL
         finally:
             os.close(probe)
         return True
@@ -373,6 +401,12 @@ class PosixDisk:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _may_be_ours(name: str) -> bool:
+    """Return whether a name in a cold folder says nothing of another use of it."""
+    # "." begins our files without names where a file system has none; a new disk has lost+found.
+    return is_name(name) or name in ("LOCK", "lost+found", *FOLDERS) or name.startswith(".")
 
 
 def _base(name: str) -> str:

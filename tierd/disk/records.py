@@ -69,6 +69,11 @@ class SessionRecord:
     token_ids: bytes = b""
     sealed_blocks: int = 0
 
+    @property
+    def kept(self) -> bool:
+        """Whether it was ever suspended: an engine's end takes nothing of that."""
+        return bool(self.token_ids) or self.state == "parked"
+
 
 def page_keys(rows: Rows) -> Keys:
     """Return the keys, uint64 [rows]."""
@@ -198,6 +203,20 @@ def session_of(items: Any) -> SessionRecord:
     )  # fmt: skip
 
 
+def commit_records(rows: Rows, part_bytes: int) -> list[Record]:
+    """Return the records that put rows, in parts of `part_bytes`."""
+    most = part_bytes // PAGE_ROW.itemsize
+    parts = range(0, len(rows), most)
+    return [[Kind.COMMIT, rows[first : first + most].tobytes()] for first in parts]
+
+
+def drop_records(session: int, keys: Keys, part_bytes: int) -> list[Record]:
+    """Return the records that forget pages, in parts of `part_bytes`."""
+    most = part_bytes // 8
+    parts = range(0, len(keys), most)
+    return [[Kind.DROP_PAGES, session, keys[first : first + most].tobytes()] for first in parts]
+
+
 def slab_items(record: SlabRecord) -> Record:
     """Return a slab as a msgpack array."""
     return [record.slab, record.namespace_digest, record.slot_bytes, record.slots]
@@ -249,3 +268,34 @@ def unpack_records(payload: bytes) -> Iterator[Record]:
 def record_bytes(record: Record) -> int:
     """Return about how many bytes a record takes in a frame: its variable part and 64."""
     return 64 + sum(len(item) for item in record if isinstance(item, bytes | str))
+
+
+def pack_payloads(records: Sequence[Record], payload_bytes: int) -> list[bytes]:
+    """Return records as payloads of at most `payload_bytes`, in order, neighbouring rows joined."""
+    payloads: list[bytes] = []
+    batch: list[Record] = []
+    batch_bytes = 0
+    for record in join_rows(records, payload_bytes // 2):
+        size_bytes = record_bytes(record)
+        if batch and batch_bytes + size_bytes > payload_bytes:
+            payloads.append(pack_records(batch))
+            batch, batch_bytes = [], 0
+        batch.append(record)
+        batch_bytes += size_bytes
+    return [*payloads, pack_records(batch)]
+
+
+def join_rows(records: Sequence[Record], most_bytes: int) -> Iterator[Record]:
+    """Yield records, runs of commits as commits of at most `most_bytes` of rows."""
+    run: list[bytes] = []
+    run_bytes = 0
+    for record in [*records, None]:
+        rows = record[1] if record is not None and record[0] == Kind.COMMIT else b""
+        if run and (not rows or run_bytes + len(rows) > most_bytes):
+            yield [Kind.COMMIT, b"".join(run)]
+            run, run_bytes = [], 0
+        if rows:
+            run.append(rows)
+            run_bytes += len(rows)
+        elif record is not None:
+            yield record

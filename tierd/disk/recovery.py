@@ -9,6 +9,9 @@ Where the journal ends: at the first frame that does not follow. If a frame
 beyond it says that the missing one was durable, it is damage and reported as
 such; if not, it is the torn end of a crash, and nothing acknowledged is lost.
 
+A manifest that is newer than what could be read of the journal says that frames
+were lost: its session is taken up as it was kept then, in the ledger's next epoch.
+
 Frames that no later frame calls durable may stand in the page cache alone,
 after a kill or a failed sync: `tail`, which the ledger writes once more.
 """
@@ -22,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from tierd.disk import journal, prune, snapshot, superblock
+from tierd.disk import journal, manifest, prune, snapshot, superblock
 from tierd.disk.frames import (
     ORIGIN,
     Frame,
@@ -33,8 +36,16 @@ from tierd.disk.frames import (
 )
 from tierd.disk.image import Image
 from tierd.disk.journal import Segment
-from tierd.disk.ports import DiskPort
-from tierd.disk.records import unpack_records
+from tierd.disk.ports import FOLDERS, DiskPort
+from tierd.disk.records import (
+    Kind,
+    Record,
+    commit_records,
+    drop_records,
+    session_records,
+    slab_items,
+    unpack_records,
+)
 from tierd.disk.snapshot import SnapshotFile
 from tierd.disk.window import Window
 from tierd.errors import NotFound, StorageError
@@ -63,6 +74,7 @@ class RecoveryReport:
     missing_slabs: list[int] = field(default_factory=list)
     dropped_pages: int = 0
     lost: list[tuple[int, int]] = field(default_factory=list)
+    restored: list[int] = field(default_factory=list)  # sessions taken up from their manifests
 
 
 @dataclass(slots=True)
@@ -72,6 +84,7 @@ class Recovered:
     fresh: bool  # nothing was there
     store_uuid: bytes
     epoch: int  # highest seen
+    superblock: superblock.Superblock
     next_slab: int
     image: Image
     end: Link  # of what is known to be durable
@@ -81,6 +94,7 @@ class Recovered:
     snapshots: list[SnapshotFile]  # newest last
     leftovers: list[str]  # files that nothing needs
     pruned: prune.Pruned  # left out of the image; the ledger says so first
+    manifests: manifest.FoundManifests  # the newer ones are in the image; the ledger says so too
     report: RecoveryReport
 
 
@@ -121,8 +135,7 @@ def find_superblock(disk: DiskPort, report: RecoveryReport) -> superblock.Superb
     except NotFound:
         copies = []
     chosen = superblock.choose(copies)
-    folders = (journal.FOLDER, snapshot.FOLDER, SLAB_FOLDER)
-    if chosen is None and any(disk.names(folder) for folder in folders):
+    if chosen is None and any(disk.names(folder) for folder in FOLDERS):
         raise StorageError(
             "superblock: no two copies agree and there is data; see `tierd fsck --rebuild`"
         )
@@ -178,16 +191,46 @@ class _Recovery:
             if self.end.sequence < found.durable and not self.report.damage:
                 missing = f"frames {self.end.sequence + 1} to {found.durable} are missing"
                 self.report.damage.append(f"{journal.FOLDER}: {missing}")
+        with self._timed("manifests"):
+            manifests = self._take_up_manifests()
         with self._timed("check"):
             slabs = {journal.segment_number(name) for name in self._whole_names(SLAB_FOLDER)}
             pruned = prune.prune(self.image, slabs)
             self._note(pruned, slabs)
+            self._note_stale(manifests)
         return Recovered(
-            self.fresh, self.store_uuid, self.epoch, self._next_slab(found, slabs), self.image,
-            self.proven,
+            self.fresh, self.store_uuid, self.epoch, found, self._next_slab(found, slabs),
+            self.image, self.proven,
             [payload for _, payload in self.tail if payload], segments, self.next_segment,
-            snapshots, self.leftovers, pruned, self.report,
+            snapshots, self.leftovers, pruned, manifests, self.report,
         )  # fmt: skip
+
+    def _take_up_manifests(self) -> manifest.FoundManifests:
+        """Put into the image what manifests know and lost frames said."""
+        self._whole_names(manifest.FOLDER)
+        end = (self.limit_epoch, self.end.sequence)
+        found = manifest.find_manifests(self.disk, self.store_uuid, end)
+        for newer in found.newer:
+            number = newer.session.number
+            name = manifest.manifest_name(number)
+            self.report.damage.append(f"{name}: newer than the journal, which has lost its frames")
+            self.report.restored.append(number)
+            for slab in newer.slabs:
+                self.image.slabs.setdefault(slab.slab, slab)
+            self.image.drop_session(number)
+            self.image.sessions[number] = newer.session
+            self.image.commit(newer.rows)
+        return found
+
+    def _note_stale(self, manifests: manifest.FoundManifests) -> None:
+        """Manifests of sessions that are not kept any more are leftovers, if all records are."""
+        kept = {session.number for session in self.image.sessions.values() if session.kept}
+        if not self.report.damage:
+            found = {*manifests.sizes, *manifests.damaged}
+            stale = sorted(number for number in found if number not in kept)
+            self.leftovers += [manifest.manifest_name(number) for number in stale]
+            manifests.sizes = {n: size for n, size in manifests.sizes.items() if n in kept}
+        self.report.dropped_files += self.leftovers
 
     def _note(self, pruned: prune.Pruned, slabs: set[int]) -> None:
         report = self.report
@@ -200,7 +243,6 @@ class _Recovery:
         if not report.damage:
             # After damage a slab's record may be what is missing: its file stays for fsck.
             self.leftovers += unknown
-        report.dropped_files += self.leftovers
 
     def _next_slab(self, found: superblock.Superblock, slabs: set[int]) -> int:
         """Return an id above all that were ever given out."""
@@ -404,3 +446,25 @@ def _opened(disk: DiskPort, name: str) -> Iterator[tuple[int, int]]:
         yield handle, disk.size_bytes(handle) // SECTOR_BYTES * SECTOR_BYTES
     finally:
         disk.release(handle)
+
+
+def first_words(found: Recovered, part_bytes: int) -> list[Record]:
+    """Return what the ledger says first: what recovery has put into the image, and taken out."""
+    records: list[Record] = []
+    known = found.image.slabs
+    for newer in found.manifests.newer:
+        records.append([Kind.DROP_SESSION, newer.session.number])
+        # A slab that is not known any more is gone: pruning has noted that.
+        here = [slab for slab in newer.slabs if slab.slab in known]
+        records += [[Kind.SLAB, *slab_items(slab)] for slab in here]
+        records += session_records(newer.session, part_bytes)
+        records += commit_records(newer.rows, part_bytes)
+    pruned = found.pruned
+    for session, keys in pruned.drops:
+        records += drop_records(session, keys, part_bytes)
+    records += [[Kind.DROP_SESSION, session] for session in pruned.orphans]
+    for record in pruned.cut:
+        records += session_records(record, part_bytes)
+    records += [[Kind.TRUNCATE, session, block] for session, block in pruned.truncated]
+    records += [[Kind.DROP_SLAB, slab] for slab in pruned.missing_slabs]
+    return records

@@ -6,12 +6,14 @@ zeros to 4088, u64 xxh3-64 of all before. An update is a new file, synced and
 renamed over the old one: the copies are against what happens to a disk later.
 
 Invariants:
-  the epoch rises by one or more at each write
+  epoch and slab limit never fall
+  the next write's file is there already, wherever there was space for it
   no slab id at or above `slab_limit` was ever given out before this epoch
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import struct
 from collections import Counter
@@ -20,10 +22,11 @@ from dataclasses import dataclass
 import xxhash
 
 from tierd.disk.ports import DiskPort
-from tierd.errors import StorageError
+from tierd.errors import NotFound, StorageError
 from tierd.units import KIB, SECTOR_BYTES
 
 NAME = "superblock"
+SPARE = NAME + ".spare"
 TEMPORARY = ".tmp"  # of any file that is not whole yet
 COPIES = 4
 QUORUM = 2
@@ -102,10 +105,10 @@ def write_superblock(disk: DiskPort, superblock: Superblock) -> None:
     """Make a newer superblock durable, in a new file. Raises StorageFull, StorageError.
 
     Not in place: after a failed sync nobody knows which copies are on the disk,
-    and the next update could leave no two that agree.
+    and the next update could leave no two that agree. The next one's file is
+    made at once, as long as there is space: a full disk cannot stop it.
     """
-    disk.remove(NAME + TEMPORARY)
-    handle = disk.create(NAME + TEMPORARY, SUPERBLOCK_BYTES)
+    handle = _next_file(disk)
     try:
         sector = memoryview(mmap.mmap(-1, SECTOR_BYTES))
         sector[:] = superblock.pack()
@@ -116,5 +119,29 @@ def write_superblock(disk: DiskPort, superblock: Superblock) -> None:
         disk.delete(handle)
         raise
     disk.release(handle)
-    disk.rename(NAME + TEMPORARY, NAME)
+    disk.rename(SPARE, NAME)
+    _make_spare(disk)
     disk.sync_folder("")
+
+
+def _make_spare(disk: DiskPort) -> None:
+    """Make the next superblock's file, if there is space."""
+    with contextlib.suppress(StorageError):
+        handle = disk.create(SPARE, SUPERBLOCK_BYTES)
+        try:
+            disk.sync(handle)
+        except StorageError:
+            disk.delete(handle)  # what its sync has dropped, a later one does not bring back
+        else:
+            disk.release(handle)
+
+
+def _next_file(disk: DiskPort) -> int:
+    """Return a handle of the spare file, made if it is not there whole."""
+    with contextlib.suppress(NotFound, StorageError):
+        handle = disk.open(SPARE)
+        if disk.size_bytes(handle) == SUPERBLOCK_BYTES:
+            return handle
+        disk.delete(handle)
+    disk.remove(SPARE)
+    return disk.create(SPARE, SUPERBLOCK_BYTES)

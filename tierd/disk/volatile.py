@@ -3,8 +3,8 @@
     LedgerPort        the durable record of the cold tier: what is where, for whom
     VolatileLedger    keeps nothing: an embedded daemon's files have no names either
 
-Every call but `flush` and `snapshot` is quick and for the event loop's thread;
-these two block, and are for a lane.
+Every call but `flush`, `keep` and `snapshot` is quick and for the event loop's
+thread; these block, and are for a lane.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class LedgerPort(Protocol):
     @property
     def failed(self) -> str:
         """Why it takes no more records, or ""."""
+
+    @property
+    def waiting(self) -> str:
+        """Why it takes no records yet: the disk is full, and each flush tries again; or ""."""
 
     @property
     def dirty(self) -> bool:
@@ -71,6 +75,12 @@ class LedgerPort(Protocol):
     def quarantine(self, slab: int, slot: int, reason: str) -> None:
         """A slot is not to be used again."""
 
+    def keep(self, number: int) -> None:
+        """What is kept of a session, and durable, is written down a second time.
+
+        Blocks. Raises StorageError: it is durable all the same.
+        """
+
     def flush(self, *, sync: bool = False) -> None:
         """Write what was recorded; with `sync` make it durable. Raises StorageError."""
 
@@ -104,6 +114,7 @@ class VolatileLedger:
 
     durable = False
     failed = ""
+    waiting = ""
     dirty = False
     snapshot_due = False
     epoch = 1
@@ -120,7 +131,7 @@ class VolatileLedger:
         """Take note of nothing."""
 
     add_slab = drop_slab = commit = drop_pages = truncate = _ignore
-    put_session = drop_session = quarantine = flush = snapshot = close = _ignore
+    put_session = drop_session = quarantine = keep = flush = snapshot = close = _ignore
 
     def sessions(self) -> dict[int, SessionRecord]:
         """Return none."""

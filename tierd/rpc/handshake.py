@@ -61,6 +61,8 @@ class BootstrapClient:
         self.rpc_target: str = hello["rpc"]
         self.engine_id: int = hello["client_id"]
         self.store_uuid: bytes = hello["store_uuid"]
+        # Until then a daemon that was started again holds slots for engines that may still come.
+        self.claims_end_seconds = time.monotonic() + float(hello.get("claims_seconds", 0.0))
         self.epoch_fd: int | None = fds[0] if fds else None
 
     @classmethod

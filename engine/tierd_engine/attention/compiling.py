@@ -17,7 +17,8 @@ from typing import Any
 from numba import njit
 
 KERNEL_SOURCES = (
-    "compiling.py", "fourbit.py", "kernel.py", "merging.py", "simd.py", "team.py", "tile.py",
+    "atomics.py", "compiling.py", "fourbit.py", "kernel.py", "merging.py", "product.py", "simd.py",
+    "team.py", "tile.py",
 )  # fmt: skip
 
 # A step is compiled into a kernel and never called from Python: it needs no wrappers.

@@ -1,8 +1,7 @@
 """Attention over encoded pages where they lie in RAM, on the CPU.
 
 Pages are named by absolute addresses, so one call covers pages of many slabs,
-with no Python per page. Threads are Numba's (`numba.set_num_threads`); its omp
-layer shares one thread pool with PyTorch, and starting it costs about 1 us.
+with no Python per page. Threads are our team's, as many as `numba.set_num_threads` says.
 
 Invariants:
   a calling thread has one workspace; calls from several threads do not meet
@@ -14,7 +13,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -24,7 +22,7 @@ from tierd.units import CACHE_LINE_BYTES, round_up
 from tierd_engine.attention import kernel
 from tierd_engine.attention.merging import MERGE_SCRATCH_BYTES, merge_function
 from tierd_engine.attention.simd import BFLOAT16, E4M3, FLOAT16, FLOAT32, NARROW, UINT8
-from tierd_engine.attention.team import prepare_team, run_team
+from tierd_engine.attention.team import Reads, prepare_team, run_team, workers_for
 
 Float32Array = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
@@ -119,7 +117,7 @@ def attend_pages(
         assert first_position is query_positions is None
     if pages * n == 0:
         return
-    workers = numba.get_num_threads()
+    workers = workers_for(pages * layout.payload_bytes)
     job = _workspace.job_for(layout, heads, n)
     _workspace.claimed[0] = 0
     job.call_fields[:] = (
@@ -130,7 +128,8 @@ def attend_pages(
         pages, layout.kv_heads if pages >= 8 * workers else 1,
     )  # fmt: skip
     job.record["scale"] = scale
-    run_team(job.work_address, job.address, workers)
+    reads = Reads(addresses, layout.payload_bytes)
+    run_team(job.work_address, job.address, workers, reads)
 
 
 def _checked(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> int:

@@ -23,7 +23,7 @@ from numba.extending import NativeValue, intrinsic, models, register_model, type
 from tierd.units import CACHE_LINE_BYTES
 from tierd_engine.attention.compiling import inlined, sources_digest, step
 
-UINT8, FLOAT32, BFLOAT16, FLOAT16, E4M3 = 0, 1, 2, 3, 4  # kinds of elements in memory
+UINT8, FLOAT32, BFLOAT16, FLOAT16, E4M3, INT8 = range(6)  # kinds of elements in memory
 NARROW = 16  # lanes for what a wide tile does not divide
 
 _FLOAT = ir.FloatType()
@@ -35,9 +35,10 @@ _ELEMENTS = {
     BFLOAT16: ir.IntType(16),
     FLOAT16: ir.HalfType(),
     E4M3: ir.IntType(8),
+    INT8: ir.IntType(8),
 }
-_SUFFIXES = {UINT8: "i8", FLOAT32: "f32", BFLOAT16: "i16", FLOAT16: "f16", E4M3: "i8"}
-_BYTES = {UINT8: 1, FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2, E4M3: 1}
+_SUFFIXES = {UINT8: "i8", FLOAT32: "f32", BFLOAT16: "i16", FLOAT16: "f16", E4M3: "i8", INT8: "i8"}
+_BYTES = {UINT8: 1, FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2, E4M3: 1, INT8: 1}
 E4M3_UNIT = 256.0  # a loaded e4m3 element is its number / 256: the factor belongs to its scale
 
 # 2**f on [-0.5, 0.5], degree 6 at Chebyshev nodes: relative error below 2e-8.
@@ -145,6 +146,8 @@ def _as_float32(builder: Any, kind: int, raw: Any) -> Any:
     wide = ir.VectorType(_I32, lanes)
     if kind == UINT8:
         return builder.sitofp(builder.zext(raw, wide), floats)
+    if kind == INT8:
+        return builder.sitofp(builder.sext(raw, wide), floats)
     if kind == BFLOAT16:
         shift = ir.Constant(wide, [16] * lanes)
         return builder.bitcast(builder.shl(builder.zext(raw, wide), shift), floats)

@@ -43,7 +43,12 @@ def _parser() -> argparse.ArgumentParser:
         help="measure llama.cpp now, with this or that interpreter's llama-cpp-python",
     )  # fmt: skip
     decode.add_argument("--keep-peers", action="store_true", help="and keep its figures")
+    decode.add_argument("--brief", action="store_true", help="no quantised cache of transformers")
     decode.set_defaults(run=_decode)
+    peers = verbs.add_parser("peers", help="show that llama.cpp's cache is filled fairly")
+    peers.add_argument("--context", type=int, nargs="+", help="tokens (default 4096)")
+    peers.add_argument("--python", metavar="PYTHON", help="an interpreter with llama-cpp-python")
+    peers.set_defaults(run=_peers)
     exact = verbs.add_parser("exact", help="raw tokens against the own cache, every cell")
     exact.add_argument("--context", type=int, nargs="*", help="tokens; default: all lengths")
     exact.set_defaults(run=_exact)
@@ -109,24 +114,34 @@ def _decode(options: argparse.Namespace) -> int:
     weights = Weights.parse(options.weights)
     contexts = options.context or decode.CONTEXTS
     rows = [decode.SHARES[i] for i in options.rows or range(len(decode.SHARES))]
-    beside = peers.kept_figures()
+    kept, python = peers.kept_figures(), None
     if options.peers is not None:
         python = peers.find_python(options.peers or None)
         if python is None:
             print("llama.cpp is skipped: pip install llama-cpp-python", file=sys.stderr)
-        else:
-            fresh = peers.measure_peers(python, contexts, keep=options.keep_peers)
-            beside = [*(old for old in beside if old.context_tokens not in contexts), *fresh]
-    elif not any(peer.context_tokens in contexts for peer in beside):
+    elif not any(peer.context_tokens in contexts for peer in kept):
         print("no figures of llama.cpp are kept for these; --peers measures it", file=sys.stderr)
     done = decode.bench_decode(
-        contexts, rows, beside, weights=weights, steps=options.steps, cold_folder=options.folder
-    )
+        contexts, rows, kept, weights=weights, steps=options.steps, cold_folder=options.folder,
+        peers_python=python, keep=options.keep_peers, brief=options.brief,
+    )  # fmt: skip
     if options.json:
         print(json.dumps(decode.decode_to_dict(done, weights)))
     else:
         decode.print_decode(done, weights)
     return 1 if decode.missed_bars(done) else 0
+
+
+def _peers(options: argparse.Namespace) -> int:
+    from tierd_engine.bench import peers
+
+    python = peers.find_python(options.python)
+    if python is None:
+        print("bench: error: pip install llama-cpp-python", file=sys.stderr)
+        return 1
+    for context in options.context or (4096,):
+        peers.print_filling(peers.bench_filling(python, context))
+    return 0
 
 
 def _exact(options: argparse.Namespace) -> int:

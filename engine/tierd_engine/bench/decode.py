@@ -5,7 +5,8 @@ claim about quality. Each tiered row runs against transformers' own bf16 cache
 in alternating rounds of its own; the ratio is of their medians. The limit of
 a row is the longer of two: its cold bytes ÷ the disk's O_DIRECT bandwidth, and
 its bytes in RAM ÷ the memory's read bandwidth plus a step with almost no
-context (of the same weights and threads). llama.cpp has its own file, peers.py.
+context (of the same weights and threads). llama.cpp alternates with it too, if
+asked for (peers.py).
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from tierd_engine.bench.machine import (
     measure_memory,
 )
 from tierd_engine.bench.ours import OursShare
-from tierd_engine.bench.peers import PeerFigure
+from tierd_engine.bench.peers import KINDS, Peer, PeerFigure, keep_figures, open_peers
 from tierd_engine.bench.runners import BenchModel, Runner, TierShares, own_runner, tier_runner
 from tierd_engine.runner import use_all_cores
 from tierd_engine.weightonly import Weights, apply_weights
@@ -87,7 +89,10 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBench:
-    """What rows are measured with. `disk_bytes_per_second`: of the folder of the cold tier."""
+    """What rows are measured with. `disk_bytes_per_second`: of the folder of the cold tier.
+
+    `with_quantised`: transformers' quantised cache too, which takes seconds a step.
+    """
 
     model: BenchModel
     weights: Weights
@@ -97,23 +102,40 @@ class DecodeBench:
     empty_seconds: float
     steps: int
     cold_folder: str
+    with_quantised: bool = True
 
 
 def bench_decode(
     contexts: Sequence[int],
     rows: Sequence[TierShares],
-    peers: Sequence[PeerFigure],
+    kept: Sequence[PeerFigure],
     *,
     weights: Weights = Weights.AUTO,
     steps: int = 6,
     cold_folder: str = "/var/tmp",
+    peers_python: str | None = None,
+    keep: bool = False,
+    brief: bool = False,
 ) -> list[DecodeRow]:
-    """Measure every row at every context; progress on stderr."""
+    """Measure every row at every context; progress on stderr. `brief`: less of what is slow.
+
+    `peers_python`: runs llama.cpp beside us, and with `keep` its figures are kept; else `kept`
+    figures stand beside ours.
+    """
     use_all_cores()
-    bench = _prepare(weights, steps, cold_folder)
+    bench = replace(_prepare(weights, steps, cold_folder), with_quantised=not brief)
     done = []
     for context in contexts:
-        done += _at_context(bench, context, rows, peers)
+        if peers_python is None:
+            done += _at_context(bench, context, rows, [], kept)
+            continue
+        room = max(1, len(rows)) * (_ROUNDS + 1) * steps
+        with open_peers(peers_python, context, room) as peers:
+            found = _at_context(bench, context, rows, peers, [])
+        rates = {row.name: row.tokens_per_second for row in found}
+        if keep:
+            keep_figures([(peer, rates[_peer_name(peer.kv)]) for peer in peers])
+        done += found
     return done
 
 
@@ -128,10 +150,10 @@ def _prepare(weights: Weights, steps: int, cold_folder: str) -> DecodeBench:
 
 @contextlib.contextmanager
 def _chosen(bench: DecodeBench) -> Iterator[BenchModel]:
-    """Yield the model whose weights are as the user chose: tierd's rows run it."""
-    if bench.weights is Weights.AUTO:
-        yield bench.model
-        return
+    """Yield the model as a job runs it, with the user's choice of weights, for tierd's rows.
+
+    Transformers' own rows run the other one, as it was loaded.
+    """
     model = BenchModel.load()
     apply_weights(model.model, bench.weights)
     yield model
@@ -145,37 +167,65 @@ def _disk_bandwidth(folder: str) -> float:
 
 
 def _at_context(
-    bench: DecodeBench, context: int, rows: Sequence[TierShares], peers: Sequence[PeerFigure]
+    bench: DecodeBench,
+    context: int,
+    rows: Sequence[TierShares],
+    peers: Sequence[Peer],
+    kept: Sequence[PeerFigure],
 ) -> list[DecodeRow]:
     total = context + 64 + (_ROUNDS + 2) * bench.steps
     own = own_runner(bench.model, context)
-    done, own_seconds = [], []
+    # A step of the own cache may take seconds: it needs fewer of them.
+    beside: list[Callable[[], list[float]]] = [partial(_times, own, max(1, bench.steps // 3))]
+    beside += [partial(peer.seconds, bench.steps) for peer in peers]
+    done, taken = [], []
     with _chosen(bench) as model:
         for shares in rows:
             with tier_runner(model, shares, context, total, bench.cold_folder) as runner:
-                seconds, beside = _alternate(runner, own, bench.steps)
-                own_seconds.append(beside)
+                seconds, *others = _alternate(runner, beside, bench.steps)
+                taken.append(others)
                 row = _row(bench, runner, context, seconds, bench.empty_seconds)
-                done.append(replace(row, ratio_to_transformers=beside / seconds))
+                done.append(_with_ratios(row, others, peers))
             _progress(done[-1])
-    median = statistics.median(own_seconds) if own_seconds else _seconds(own, bench.steps)
-    done.append(_row(bench, own, context, median, bench.own_empty_seconds))
-    del own
+    if not taken:
+        taken.append([statistics.median(other() + other()) for other in beside])
+    own_seconds, *peer_seconds = [statistics.median(column) for column in zip(*taken, strict=True)]
+    done.append(_row(bench, own, context, own_seconds, bench.own_empty_seconds))
+    del own, beside
     gc.collect()
-    quantised = own_runner(bench.model, context, quantised=True)
-    seconds = _seconds(quantised, max(2, bench.steps // 2))
-    done.append(_row(bench, quantised, context, seconds, bench.own_empty_seconds))
-    _progress(done[-1])
+    if bench.with_quantised:
+        quantised = own_runner(bench.model, context, quantised=True)
+        seconds = _seconds(quantised, 2)
+        done.append(_row(bench, quantised, context, seconds, bench.own_empty_seconds))
+        _progress(done[-1])
+    figures = [
+        PeerFigure(peer.kv, context, 1 / seconds, peer.peak_rss_bytes, "now")
+        for peer, seconds in zip(peers, peer_seconds, strict=True)
+    ]
     done += [
-        DecodeRow(f"llama.cpp {peer.kv}", context, peer.tokens_per_second,
-                  peak_rss_bytes=peer.peak_rss_bytes, origin=peer.origin)
-        for peer in peers if peer.context_tokens == context
+        DecodeRow(_peer_name(peer.kv), context, peer.tokens_per_second,
+                  peak_rss_bytes=peer.peak_rss_bytes, load=load_average(), origin=peer.origin)
+        for peer in (*figures, *kept) if peer.context_tokens == context
     ]  # fmt: skip
     return [with_peer_ratios(row, done) for row in done]
 
 
+def _peer_name(kv: str) -> str:
+    return f"llama.cpp {kv}"
+
+
+def _with_ratios(row: DecodeRow, others: Sequence[float], peers: Sequence[Peer]) -> DecodeRow:
+    """Return a tierd row with its ratios to what it alternated with: seconds a token of each."""
+    names = ["transformers", *(f"llama_cpp_{peer.kv}" for peer in peers)]
+    ratios = {
+        f"ratio_to_{name}": seconds * row.tokens_per_second
+        for name, seconds in zip(names, others, strict=True)
+    }
+    return replace(row, **ratios)  # type: ignore[arg-type]
+
+
 def with_peer_ratios(row: DecodeRow, rows: Sequence[DecodeRow]) -> DecodeRow:
-    """Return a tierd row with its ratios to llama.cpp's rows at the same context."""
+    """Return a tierd row with those ratios to llama.cpp's rows that were not measured with it."""
     if not row.name.startswith("tierd"):
         return row
     rates = {
@@ -184,16 +234,15 @@ def with_peer_ratios(row: DecodeRow, rows: Sequence[DecodeRow]) -> DecodeRow:
         if other.context_tokens == row.context_tokens
     }
     ratios = {
-        f"ratio_to_llama_cpp_{kind}": row.tokens_per_second / rates[f"llama.cpp {kind}"]
-        for kind in ("f16", "q8_0")
-        if f"llama.cpp {kind}" in rates
+        f"ratio_to_llama_cpp_{kind}": row.tokens_per_second / rates[_peer_name(kind)]
+        for kind in KINDS
+        if _peer_name(kind) in rates and getattr(row, f"ratio_to_llama_cpp_{kind}") is None
     }
     return replace(row, **ratios)  # type: ignore[arg-type]
 
 
 def _seconds(runner: Runner, steps: int) -> float:
-    for _ in range(_WARM_UP_STEPS):
-        runner.step()
+    runner.step()
     return statistics.median(_timed(runner) for _ in range(steps))
 
 
@@ -210,19 +259,26 @@ def _timed(runner: Runner) -> float:
     return time.perf_counter() - start
 
 
-def _alternate(ours: Runner, own: Runner, steps: int) -> tuple[float, float]:
-    """Return both medians of seconds a step, taken in alternating rounds."""
+def _times(runner: Runner, steps: int) -> list[float]:
+    return [_timed(runner) for _ in range(steps)]
+
+
+def _alternate(
+    ours: Runner, beside: Sequence[Callable[[], list[float]]], steps: int
+) -> list[float]:
+    """Return medians of seconds a step, ours first, taken in alternating rounds."""
     for _ in range(_WARM_UP_STEPS):
         ours.step()
-    own.step()
+    for other in beside:
+        other()
     assert ours.kv is not None
     ours.kv.start_counting()
-    times: tuple[list[float], list[float]] = ([], [])
+    times: list[list[float]] = [[] for _ in range(1 + len(beside))]
     for _ in range(_ROUNDS):
-        times[0].extend(_timed(ours) for _ in range(steps))
-        # A step of the own cache may take seconds: it needs fewer of them.
-        times[1].extend(_timed(own) for _ in range(max(1, steps // 3)))
-    return statistics.median(times[0]), statistics.median(times[1])
+        times[0].extend(_times(ours, steps))
+        for taken, other in zip(times[1:], beside, strict=True):
+            taken.extend(other())
+    return [statistics.median(taken) for taken in times]
 
 
 def _row(
@@ -257,8 +313,14 @@ def _row(
 
 
 def _progress(row: DecodeRow) -> None:
+    ratios = {
+        "transformers": row.ratio_to_transformers,
+        "llama.cpp f16": row.ratio_to_llama_cpp_f16,
+        "llama.cpp q8_0": row.ratio_to_llama_cpp_q8_0,
+    }
+    shown = "".join(f", {ratio:.2f} x {name}" for name, ratio in ratios.items() if ratio)
     print(
-        f"{row.name} at {row.context_tokens}: {row.tokens_per_second:.2f} tokens/s",
+        f"{row.name} at {row.context_tokens}: {row.tokens_per_second:.2f} tokens/s{shown}",
         file=sys.stderr,
         flush=True,
     )

@@ -58,17 +58,18 @@ class LossRow:
 
 
 def bench_step() -> list[StepRow]:
-    """Time a step in bf16 and float32, as it was and as the engine now runs it."""
+    """Time a step in bf16 and float32, as transformers has it and as the engine runs it."""
     use_all_cores()
     steps: dict[str, Callable[[], None]] = {}
     for dtype in (DType.BFLOAT16, DType.FLOAT32):
+        bench = BenchModel.load(dtype)
+        cache = fill_own_cache(bench.config, bench.geometry, 1, TORCH_DTYPES[dtype])
+        steps[f"{dtype}, as loaded, all threads"] = _step(bench.model, cache, few=False)
         for weights in Weights:
             bench = BenchModel.load(dtype)
             apply_weights(bench.model, weights)
             cache = fill_own_cache(bench.config, bench.geometry, 1, TORCH_DTYPES[dtype])
-            name = f"{dtype}, weights {weights}"
-            steps[f"{name}, all threads"] = _step(bench.model, cache, few=False)
-            steps[f"{name}, as the engine"] = _step(bench.model, cache, few=True)
+            steps[f"{dtype}, weights {weights}"] = _step(bench.model, cache, few=True)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(_ROUNDS):
         for name, step in steps.items():

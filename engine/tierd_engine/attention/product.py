@@ -1,0 +1,163 @@
+"""A few rows times a matrix of weights, on the team: what a decode step does outside attention.
+
+Each output is one dot product, by one thread in a fixed order with float32 sums,
+so results do not depend on how many threads there are. Weights are read once for
+up to ROWS_MAX rows at a time. Weights are of the rows' dtype, or int8 with a float32
+scale an output, which multiplies the sum. PyTorch's own product of one row of bfloat16 reads
+weights at 8 to 10 GB/s a thread where a plain sum reads at 20 to 30.
+
+A job's record is written by its caller, and read by workers while it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from tierd.codec.intrinsics import as_array
+from tierd.units import CACHE_LINE_BYTES, round_up
+from tierd_engine.attention.compiling import compile_cached, step
+from tierd_engine.attention.simd import (
+    BFLOAT16,
+    FLOAT32,
+    INT8,
+    NARROW,
+    ConstType,
+    element_bytes,
+    fetch_add,
+    load,
+    load_first,
+    load_narrow,
+    load_scalar,
+    number,
+    pointer_to,
+    store,
+    store_scalar,
+)
+from tierd_engine.attention.tile import add_products, store_sums, zero_rows
+
+ROWS_MAX = 4
+WIDE = 64  # lanes of a sum: four AVX-512 registers
+_CLAIM_BYTES = 32768  # of weights: long enough to stream, short enough to even threads out
+
+PRODUCT_FIELDS = (
+    "x", "out", "rows", "claimed", "scratch", "weights", "scales", "bias", "width", "outputs",
+    "batch", "scratch_bytes",
+)  # fmt: skip
+JOB = np.dtype([(name, np.int64) for name in PRODUCT_FIELDS])
+_SUMS = CACHE_LINE_BYTES * 2  # at a scratch's start: 8 floats of wide sums, 8 of narrow ones
+
+
+def make_product_job(width: int, outputs: int, weight_bytes: int) -> npt.NDArray[np.void]:
+    """Return a [1] array of JOB for weights [outputs, width] of `weight_bytes` an element."""
+    job = np.zeros(1, dtype=JOB)
+    job["width"], job["outputs"] = width, outputs
+    job["batch"] = max(1, _CLAIM_BYTES // (width * weight_bytes))
+    job["scratch_bytes"] = _SUMS + 4 * ROWS_MAX * round_up(width, NARROW)
+    return job
+
+
+@intrinsic
+def _store_bfloat16(typingctx: Any, value: Any, address: Any) -> Any:
+    """Write a float32, rounded to nearest even, as bfloat16; NaN stays NaN."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word, half = ir.IntType(32), ir.IntType(16)
+        bits = builder.bitcast(args[0], word)
+        upper = builder.lshr(bits, ir.Constant(word, 16))
+        odd = builder.and_(upper, ir.Constant(word, 1))
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))
+        quiet = builder.or_(upper, ir.Constant(word, 0x40))
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+        upper = builder.select(is_nan, quiet, builder.lshr(rounded, ir.Constant(word, 16)))
+        builder.store(builder.trunc(upper, half), pointer_to(builder, args[1], half), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.float32, types.int64), codegen
+
+
+@step
+def _store_output(kind: Any, value: Any, address: Any) -> None:
+    if number(kind) == BFLOAT16:
+        _store_bfloat16(value, address)
+    else:
+        store_scalar(value, address)
+
+
+@step
+def _widen(kind: Any, rows: Any, job: Any, row: Any, x: Any, stride: Any) -> None:
+    """Copy `rows` rows of x from row `row` on, as float32, to `x`; those not there are 0."""
+    size, n = element_bytes(kind), job.width
+    for r in range(number(rows)):
+        source = job.x + size * n * min(row + r, job.rows - 1)
+        for c in range(0, n, NARROW):
+            store(load_narrow(kind, source + size * c, n - c), x + r * stride + 4 * c)
+
+
+@step
+def _dot(kind: Any, rows: Any, job: Any, weights: Any, sums: Any, x: Any, stride: Any) -> None:
+    """sums[r], and sums[8 + r]: the parts of x[r]·weights in wide and in narrow vectors."""
+    size, n = element_bytes(kind), job.width
+    wide = zero_rows(rows, WIDE)
+    c = 0
+    while c + WIDE <= n:
+        wide = add_products(wide, x + 4 * c, stride, load(kind, WIDE, weights + size * c))
+        c += WIDE
+    store_sums(wide, sums, 4)
+    narrow = zero_rows(rows, NARROW)
+    while c + NARROW <= n:
+        narrow = add_products(narrow, x + 4 * c, stride, load(kind, NARROW, weights + size * c))
+        c += NARROW
+    if c < n:
+        last = load_first(kind, NARROW, weights + size * c, n - c)
+        narrow = add_products(narrow, x + 4 * c, stride, last)
+    store_sums(narrow, sums + 32, 4)
+
+
+@step
+def _finished(kind: Any, job: Any, output: Any, value: Any) -> Any:
+    """The output for a sum: scaled, and with its bias, where there are such."""
+    if number(kind) == INT8:
+        value = value * load_scalar(job.scales + 4 * output)
+    if job.bias == 0:
+        return value
+    return value + load_scalar(job.bias + 4 * output)
+
+
+def _work(kind: Any, rows: Any, x_kind: Any, job_address: Any, index: Any) -> None:
+    """Claim batches of outputs. `kind`: of weights; `x_kind`: of the rows and the outputs."""
+    job = as_array(job_address, 1, JOB)[0]
+    sums = job.scratch + index * job.scratch_bytes
+    x, stride = sums + _SUMS, job.scratch_bytes - _SUMS
+    stride //= ROWS_MAX
+    row_bytes, out_bytes = element_bytes(kind) * job.width, element_bytes(x_kind)
+    is_wide = False
+    start = fetch_add(job.claimed, job.batch)
+    while start < job.outputs:
+        end = min(start + job.batch, job.outputs)
+        for row in range(0, job.rows, number(rows)):
+            if not is_wide or job.rows > number(rows):
+                _widen(x_kind, rows, job, row, x, stride)
+                is_wide = True
+            for output in range(start, end):
+                _dot(kind, rows, job, job.weights + row_bytes * output, sums, x, stride)
+                for r in range(min(number(rows), job.rows - row)):
+                    value = load_scalar(sums + 4 * r) + load_scalar(sums + 32 + 4 * r)
+                    value = _finished(kind, job, output, value)
+                    at = job.out + out_bytes * ((row + r) * job.outputs + output)
+                    _store_output(x_kind, value, at)
+        start = fetch_add(job.claimed, job.batch)
+
+
+@functools.cache
+def product_address(kind: int, rows: int, x_kind: int) -> int:
+    """Return the address of the compiled worker for weights of `kind`, `rows` (1 or ROWS_MAX)."""
+    assert x_kind in (FLOAT32, BFLOAT16) and kind in (x_kind, INT8) and rows in (1, ROWS_MAX)
+    constants = [ConstType(value) for value in (kind, rows, x_kind)]
+    return compile_cached(_work, (*constants, types.int64, types.int64), nogil=True).address
