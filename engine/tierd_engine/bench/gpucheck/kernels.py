@@ -64,7 +64,10 @@ def _cuda() -> torch.device:
 def _codec_rows(
     scale: Scale, codec: CodecId, device: torch.device, seed: int
 ) -> Iterator[dict[str, Any]]:
-    geometry = replace(scale.geometry, layers=1)
+    # The interpreter takes a second for each few hundred programs.
+    geometry = replace(
+        scale.geometry, layers=1, kv_heads=1 if scale.is_dry else scale.geometry.kv_heads
+    )
     raw, layout = page_layout(geometry, CodecId.RAW), page_layout(geometry, codec)
     generator = torch.Generator().manual_seed(seed)
     count = 2 if scale.is_dry else 5
