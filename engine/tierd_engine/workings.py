@@ -20,6 +20,7 @@ from tierd_engine.coldread import ColdReader, ColdUnit
 from tierd_engine.staging import StagingRing
 
 if TYPE_CHECKING:
+    from tierd_engine.device.direct import DirectCounts
     from tierd_engine.device.encoder import DeviceEncoder
     from tierd_engine.device.executors import DeviceExecutors
     from tierd_engine.device.opening import DeviceRig
@@ -110,6 +111,21 @@ class Workings:
         for address in self._pinned - {ring}:
             self._rig.pins.remove(address)
         self._pinned &= {ring}
+
+    @property
+    def cold_pages_verified(self) -> int:
+        """Cold pages read and checked so far, by the CPU or on the device."""
+        return self.reader.pages_read + (self._direct.pages if self._direct else 0)
+
+    @property
+    def cold_bytes_read(self) -> int:
+        """Bytes of them, headers too."""
+        return self.reader.bytes_read + (self._direct.bytes if self._direct else 0)
+
+    @property
+    def _direct(self) -> DirectCounts | None:
+        direct = None if isinstance(self.executors, Executors) else self.executors.direct
+        return None if direct is None else direct.counts
 
     @property
     def encoder_bytes(self) -> int:

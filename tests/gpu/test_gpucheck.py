@@ -80,7 +80,9 @@ def test_what_is_missing_is_a_line_and_no_failure(tmp_path: Path) -> None:
         Part("links", 5, fail(NotFound("the model is not here"))),
         Part("kernels", 5, fail(ModuleNotFoundError("x", name="cupy"))),
     ]
+    parts.append(Part("cold", 5, lambda *_: {"tokens": 1}))
     assert gpucheck.check(tmp_path, parts, dry_run=True, launch=gpucheck.here) == 0
+    assert gpucheck.check(tmp_path, parts[:2], dry_run=True, launch=gpucheck.here) == 1
     said = {name: part["said"] for name, part in report(tmp_path)["parts"].items()}
     assert said == {
         "links": "skipped: the model is not here", "kernels": "skipped: cupy is not installed",

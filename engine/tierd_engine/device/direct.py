@@ -65,9 +65,10 @@ class Landing:
 
 @dataclass(slots=True)
 class DirectCounts:
-    """Units and bytes that landed; units that were to, by what befell them."""
+    """Units, pages and bytes that landed; units that were to, by what befell them."""
 
     units: int = 0
+    pages: int = 0
     bytes: int = 0
     errors: int = 0
     mismatches: int = 0
@@ -152,14 +153,17 @@ class DirectCold:
 
     def _choose(self) -> tuple[bool, ...]:
         self._has_learned = False
-        return tuple(self._may_land(unit) for unit in self._units)
-
-    def _may_land(self, unit: ColdUnit) -> bool:
-        return not self.given_up and all(
-            page.key in self._digests and page.key not in self._refused
-            and self._path_for(page.fd) is not None
-            for page in unit.pages
-        )  # fmt: skip
+        fds = {page.fd for unit in self._units for page in unit.pages}
+        open_to_us = {fd for fd in fds if not self.given_up and self._path_for(fd) is not None}
+        return tuple(
+            all(
+                page.fd in open_to_us
+                and page.key in self._digests
+                and page.key not in self._refused
+                for page in unit.pages
+            )
+            for unit in self._units
+        )
 
     def _split(self, is_direct: tuple[bool, ...]) -> None:
         self._drain()
@@ -184,13 +188,16 @@ class DirectCold:
             self._issue(must=True)
         pending = self._pending.popleft()
         assert pending.unit is self._units[number], "units are taken in order"
+        began = time.monotonic()
         failure = self._land(pending)
+        self._reader.wait_seconds += time.monotonic() - began
         self._issue()
         if failure:
             self._refuse(pending.unit, failure)
             return Elsewhere.ASIDE
         self._in_a_row = 0
         self.counts.units += 1
+        self.counts.pages += len(pending.unit.pages)
         self.counts.bytes += len(pending.unit.pages) * pending.unit.layout.slot_bytes
         return Landing(pending.chunk, self._page_addresses(pending))
 

@@ -18,6 +18,8 @@ import torch
 from tierd.units import SECTOR_BYTES
 from tierd_engine.device.fake import POISON, FakeDevice, FakeStream
 
+_GARBAGE = 0x5A  # not the poison of freed memory, where it would not show
+
 
 class Fault(enum.Enum):
     """What befalls a read. HANG: it does not end before `let_go`, and then writes garbage."""
@@ -82,16 +84,19 @@ class FakePath:
             target[: len(data)].copy_(data)
             read.ended = True
 
+        def garbage() -> None:
+            target.fill_(_GARBAGE)
+
         stream = self._stream
         if fault is Fault.HANG:
-            self.hung.append(lambda: self.device.launch(stream, begin))
+            self.hung.append(lambda: self.device.launch(stream, garbage))
             return read
         self.device.launch(stream, begin)
         self.device.launch(stream, end)
         return read
 
     def let_go(self) -> None:
-        """Let hung reads write now: poison, to where their bytes should have gone."""
+        """Let hung reads write now: garbage, to where their bytes should have gone."""
         for late in self.hung:
             late()
         self.hung.clear()

@@ -148,7 +148,6 @@ class ColdPaths:
         self._device, self._path, self._reason, self._counts = device, path, reason, counts
         self._kinds = kinds
         self._found: dict[int, ProbeResult] = {}
-        self._of_fd: dict[int, int] = {}
 
     def path_for(self, fd: int) -> ColdPath | None:
         """Return the path that takes this file's pages to VRAM, None if that is the cold reader."""

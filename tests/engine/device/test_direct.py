@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.engine.device.coldfiles import LAYOUT, ColdFile, Rig
 from tierd.errors import DeadlineExceeded, PageDamaged
 from tierd_engine import coldread
-from tierd_engine.device.direct import DirectCounts
+from tierd_engine.device import direct
+from tierd_engine.device.direct import DirectCold, DirectCounts
 from tierd_engine.device.exploring import RandomChooser, explore_random
 from tierd_engine.device.fake import Chooser, FakeDevice, FirstChooser
-from tierd_engine.device.fakepath import FakePath, Fault
+from tierd_engine.device.fakepath import FakePath, FakeRead, Fault
 from tierd_engine.device.fences import Fence
 from tierd_engine.device.stager import Piece
 
@@ -101,7 +103,7 @@ def test_a_read_that_hangs_ends_at_the_deadline_and_its_late_bytes_harm_nobody(
         rig.step()
         counts = rig.direct.counts
         assert counts.deadlines == 1 and "did not end within 2 s" in rig.direct.given_up
-        path.let_go()  # poison, to where its bytes should have gone
+        path.let_go()  # garbage, to where its bytes should have gone
         for _ in range(2):
             rig.step()
         rig.schedule()
@@ -171,3 +173,41 @@ def test_a_step_given_up_leaves_its_landed_units_free(tmp_path: Path) -> None:
         rig.close()
 
     assert explore_random(case, range(10)) is None
+
+
+def whole_steps(chooser: Chooser, folder: Path, **faults: Any) -> None:
+    """Two steps in which nothing is to be noticed."""
+    rig, path = rig_of(chooser, folder, **faults)
+    for _ in range(2):
+        rig.step()
+        path.let_go()
+    counts = rig.direct.counts
+    assert counts.mismatches == counts.errors == 0, "it was not whole"
+    rig.close()
+
+
+def test_the_explorer_sees_the_wait_for_a_read_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeRead, "wait", lambda self, seconds: True)
+    assert explore_random(lambda chooser: whole_steps(chooser, tmp_path), SEEDS) is not None
+
+
+def test_the_explorer_sees_the_comparison_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DirectCold, "_matches", lambda self, pending: True)
+    found = explore_random(lambda c: whole_steps(c, tmp_path, faults={3: Fault.WRONG}), range(3))
+    assert found is not None
+
+
+def test_the_explorer_sees_a_chunk_used_again_under_a_hung_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct._Pending, "has_ended", True)
+    rig, path = rig_of(RandomChooser(1), tmp_path, {1: Fault.HANG})
+    rig.step()
+    rig.close()  # which frees the memory that the read may write to
+    path.let_go()
+    with pytest.raises(AssertionError, match="used after free"):
+        rig.device.check_integrity()

@@ -80,6 +80,9 @@ def check(
         figure = "" if bar.figure is None else f" {bar.figure:.3g}"
         _say(f"{bar.verdict}: {bar.name}{figure} ({bar.limit})")
     _say(f"written: {folder / 'gpu-check.md'}, {folder / 'gpu-check.json'}")
+    if not any(part.get("result") for part in found["parts"].values()):
+        _say("nothing was measured")
+        return 1
     failed = [name for name, part in found["parts"].items() if part.get("failed")]
     return 1 if failed or any(bar.holds is False for bar in listed) else 0
 
