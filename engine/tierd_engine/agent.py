@@ -12,6 +12,7 @@ The daemon decides (which blocks, which slots); the agent encodes and copies.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +28,10 @@ from tierd_engine.arena import HotArena
 IntArray = npt.NDArray[np.int64]
 
 
+# xxh3-128 uint8 [blocks, layers, 16]; the device's uint64 [blocks, layers], if there are any.
+Digests = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64] | None]
+
+
 class HotBlocks(Protocol):
     """Where the session keeps its hot blocks."""
 
@@ -37,13 +42,24 @@ class HotBlocks(Protocol):
         """Forget a hot block and release its slot."""
 
 
-class PageEncoder(Protocol):
-    """Who encodes hot pages; see tierd.codec.encode_pages, which is the CPU's."""
+@dataclass(frozen=True, slots=True)
+class EncodedPages:
+    """A status a page, uint8; and device digests, uint64, where the encoder makes them."""
 
-    def __call__(
-        self, source: IntArray, target: IntArray, layout: PageLayout, /
-    ) -> npt.NDArray[np.uint8]:
-        """Encode pages into slots and return a status each; nothing writes there afterwards."""
+    status: npt.NDArray[np.uint8]
+    device_digests: npt.NDArray[np.uint64] | None = None
+
+
+class PageEncoder(Protocol):
+    """Who encodes hot pages."""
+
+    def __call__(self, source: IntArray, target: IntArray, layout: PageLayout, /) -> EncodedPages:
+        """Encode pages into slots; nothing writes there afterwards."""
+
+
+def encode_on_host(source: IntArray, target: IntArray, layout: PageLayout) -> EncodedPages:
+    """Encode pages with the CPU, as tierd.codec.encode_pages."""
+    return EncodedPages(encode_pages(source, target, layout))
 
 
 class TransferAgent:
@@ -55,7 +71,7 @@ class TransferAgent:
         session: SessionHandle,
         arena: HotArena,
         *,
-        encode: PageEncoder = encode_pages,
+        encode: PageEncoder = encode_on_host,
         slab_of: Callable[[int], MappedSlab] | None = None,
     ) -> None:
         self._slab_of = slab_of or client.slab
@@ -125,20 +141,24 @@ class TransferAgent:
 
     def _carry(self, demotion: Demotion, hot: HotBlocks) -> None:
         try:
-            digests = self._encode(demotion, hot)
+            digests, device_digests = self._encode(demotion, hot)
         except DeviceFailed:
             raise
         except BaseException:
             self._session.abort(demotion)
             raise
-        self._session.commit(demotion, digests)
+        self._session.commit(demotion, digests, device_digests)
         for block in demotion.blocks:
             hot.drop(block)
         self.demoted_blocks += len(demotion.blocks)
 
-    def _encode(self, demotion: Demotion, hot: HotBlocks) -> npt.NDArray[np.uint8]:
-        """Encode every page into its reserved slot; return digests [blocks, layers, 16]."""
+    def _encode(self, demotion: Demotion, hot: HotBlocks) -> Digests:
+        """Encode every page into its slot; return digests [blocks, layers, 16], and the device's.
+
+        Device digests are [blocks, layers], or None where the encoder makes none.
+        """
         shape = demotion.codec.shape
+        on_device: npt.NDArray[np.uint64] | None = None
         digests = np.zeros((*shape, 16), dtype=np.uint8)
         source = self._hot_addresses(hot, demotion.blocks)
         for codec in map(CodecId, np.unique(demotion.codec).tolist()):
@@ -146,11 +166,15 @@ class TransferAgent:
             here = demotion.codec == codec
             target = self._slot_addresses(demotion, here) + HEADER_BYTES
             status = np.zeros(shape, dtype=np.uint8)
-            status[here] = self._encode_pages(source[here], target, layout)
+            encoded = self._encode_pages(source[here], target, layout)
+            status[here] = encoded.status
+            if encoded.device_digests is not None:
+                on_device = np.zeros(shape, np.uint64) if on_device is None else on_device
+                on_device[here] = encoded.device_digests
             self._require_encoded(status, demotion.blocks, codec)
             digests[here] = digest_pages(target, layout.payload_bytes)
             self.encoded_bytes += len(target) * layout.payload_bytes
-        return digests
+        return digests, on_device
 
     def _hot_addresses(self, hot: HotBlocks, blocks: Sequence[int]) -> IntArray:
         slots = np.array([hot.slot_of(block) for block in blocks], dtype=np.int64)

@@ -14,8 +14,6 @@ are neighbours on disk are read in one I/O.
 from __future__ import annotations
 
 import os
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,6 +27,7 @@ import numpy.typing as npt
 from tierd.codec.layout import HEADER_BYTES, PageLayout
 from tierd.errors import DeadlineExceeded, PageDamaged, PageMiss
 from tierd_engine.staging import StagingRing
+from tierd_engine.workthreads import WorkThreads
 
 # A layer's pages lie apart on disk: 16 reads of 108 KiB at a time are as fast as 4 of 1 MiB,
 # 4 of them 0.8 of it.
@@ -49,6 +48,12 @@ class ColdPage:
     fd: int
     offset: int
     verify: Callable[[memoryview], object]
+    generation: int = 0
+
+    @property
+    def key(self) -> tuple[int, int, int, int, int]:
+        """What no two writes of pages of one session share."""
+        return self.layer, self.block, self.fd, self.offset, self.generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +86,17 @@ _Pieces = list[tuple[ColdPage, memoryview]]
 
 
 class ColdReader:
-    """Reads a cyclic schedule of units ahead of `take`. Used by one thread."""
+    """Reads a cyclic schedule of units ahead of `take`. Used by one thread.
+
+    `on_verified`: told of each page with the slot's bytes, once they are verified; called by
+    the threads that read.
+    """
 
     def __init__(self, ring: StagingRing, clock: Callable[[], float] = time.monotonic) -> None:
         self.ring = ring
         self._clock = clock
-        self._threads = _ReadThreads(READ_THREADS)
+        self._threads = WorkThreads(READ_THREADS, "tierd-cold", PageMiss)
+        self.on_verified: Callable[[ColdPage, memoryview], None] | None = None
         self._units: Sequence[ColdUnit] = ()
         self._runs: list[list[list[int]]] = []  # of each unit
         self._issued: deque[list[Future[None]]] = deque()
@@ -113,6 +123,21 @@ class ColdReader:
         futures = self._issued.popleft()
         unit = self._units[self._taken_count % len(self._units)]
         chunk = self._taken_count % self.ring.chunks
+        self._await(unit, futures)
+        self._taken_count += 1
+        first = self.ring.address(chunk) + HEADER_BYTES
+        return first + np.arange(len(unit.pages), dtype=np.int64) * unit.layout.slot_bytes
+
+    def read_aside(self, unit: ColdUnit, into: memoryview) -> None:
+        """Read one unit, out of the schedule's order, to `into`: its slots, one after the other.
+
+        `into` is 4 KiB-aligned. Verifies as `take` does, and raises the same.
+        """
+        size = unit.layout.slot_bytes
+        views = [into[i * size : (i + 1) * size] for i in range(len(unit.pages))]
+        self._await(unit, [self._submit(unit, run, views) for run in unit.runs()])
+
+    def _await(self, unit: ColdUnit, futures: Sequence[Future[None]]) -> None:
         start = self._clock()
         for future in futures:
             remaining = start + READ_DEADLINE_SECONDS - self._clock()
@@ -122,12 +147,9 @@ class ColdReader:
                 raise DeadlineExceeded(
                     f"cold tier: the disk did not answer within {READ_DEADLINE_SECONDS:.0f} s"
                 ) from None
-        self._taken_count += 1
         self.wait_seconds += self._clock() - start
         self.pages_read += len(unit.pages)
         self.bytes_read += len(unit.pages) * unit.layout.slot_bytes
-        first = self.ring.address(chunk) + HEADER_BYTES
-        return first + np.arange(len(unit.pages), dtype=np.int64) * unit.layout.slot_bytes
 
     def release(self) -> None:
         """Let the chunk of the last taken unit be filled again."""
@@ -149,9 +171,22 @@ class ColdReader:
     def _read(self, index: int, run: list[int], chunk: int) -> Future[None]:
         unit = self._units[index]
         size = unit.layout.slot_bytes
-        views = [self.ring.view(chunk, number * size, size) for number in run]
-        pages = [unit.pages[number] for number in run]
-        return self._threads.submit(list(zip(pages, views, strict=True)))
+        views = [self.ring.view(chunk, i * size, size) for i in range(len(unit.pages))]
+        return self._submit(unit, run, views)
+
+    def _submit(
+        self, unit: ColdUnit, run: Sequence[int], views: Sequence[memoryview]
+    ) -> Future[None]:
+        pieces = [(unit.pages[number], views[number]) for number in run]
+        return self._threads.submit(lambda: self._read_run(pieces))
+
+    def _read_run(self, pieces: _Pieces) -> None:
+        """Read neighbours, together if that works: page by page says which one is at fault."""
+        is_read = len(pieces) > 1 and _read_together(pieces)
+        for page, into in pieces:
+            _read_page(page, into, is_read=is_read)
+            if self.on_verified is not None:
+                self.on_verified(page, into)
 
     def _drain(self) -> None:
         pending = [future for futures in self._issued for future in futures]
@@ -181,48 +216,6 @@ class ColdReader:
         assert released <= taken <= released + 1, f"{released=} {taken=}"
         assert issued - released <= self.ring.chunks, f"{issued=} {released=}"
         assert len(self._issued) == issued - taken, f"{len(self._issued)=} {issued=} {taken=}"
-
-
-class _ReadThreads:
-    """Daemon threads that read pages. Not an executor of concurrent.futures: at
-    exit that joins its threads, and one stuck in a dead disk would hang the process.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._queue: queue.SimpleQueue[tuple[_Pieces, Future[None]] | None] = queue.SimpleQueue()
-        self._count = count
-        for i in range(count):
-            threading.Thread(target=self._work, name=f"tierd-cold-{i}", daemon=True).start()
-
-    def submit(self, pieces: _Pieces) -> Future[None]:
-        future: Future[None] = Future()
-        self._queue.put((pieces, future))
-        return future
-
-    def stop(self) -> None:
-        for _ in range(self._count):
-            self._queue.put(None)
-
-    def _work(self) -> None:
-        while (piece := self._queue.get()) is not None:
-            pieces, future = piece
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                _read_run(pieces)
-            except BaseException as error:
-                future.set_exception(error)
-                if not isinstance(error, PageMiss):
-                    raise
-            else:
-                future.set_result(None)
-
-
-def _read_run(pieces: _Pieces) -> None:
-    """Read neighbours, together if that works: page by page says which one is at fault."""
-    is_read = len(pieces) > 1 and _read_together(pieces)
-    for page, into in pieces:
-        _read_page(page, into, is_read=is_read)
 
 
 def _read_together(pieces: _Pieces) -> bool:

@@ -91,7 +91,7 @@ def build_report(
         "device": kv.workings.figures(),
         "guard": guard_section(kv.guard, followed=not kv.agent.codecs_refused),
         "checks": {
-            "digests_verified": kv.reader.pages_read,
+            "digests_verified": kv.workings.cold_pages_verified,
             "damaged_or_lost_blocks": sum(generator.losses.values()),
             "recomputed_tokens": generator.recomputed_tokens,
             "raw_fallback_blocks": kv.agent.raw_fallback_blocks,
@@ -131,7 +131,7 @@ def _tier_sections(
             "budget_bytes": daemon["tiers"]["cold"]["capacity_bytes"],
             "promotions": _moved(job, stats, "promotions"),
             "device": daemon["tiers"]["cold"].get("device", ""),
-            "bytes_read": kv.reader.bytes_read,
+            "bytes_read": kv.workings.cold_bytes_read,
         },
     }
 

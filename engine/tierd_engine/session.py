@@ -101,6 +101,7 @@ class SessionKV:
         self._lengths = [0] * geometry.layers
         self._hot: dict[int, int] = {}
         self._plan: StepPlan | None = None
+        self._appends_only = False
         self.counts = StepCounts()
 
     # -- hot blocks ---------------------------------------------------------
@@ -212,7 +213,14 @@ class SessionKV:
         counts.cold_wait_seconds = self.reader.wait_seconds - counts.cold_wait_before
         counts.steps += 1
         self.position = expected
+        if self._appends_only:
+            self._plan, self._appends_only = None, False  # its cold reads stopped half-way
         self._leave()
+
+    def append_only(self) -> None:
+        """Let the running step attend over nothing: so a benchmark fills a session."""
+        self.executors.cancel()
+        self._appends_only = True
 
     def start_counting(self) -> None:
         """Count steps, pages and calls anew from here (a job does so before it decodes)."""
@@ -315,7 +323,7 @@ class SessionKV:
         version = self.handle.table.version()
         if self._plan is None or self._plan.table_version != version:
             self._plan = self._build_plan(version)
-            self.reader.set_schedule(self._plan.cold_units)
+            self.workings.schedule_cold(self._plan.cold_units)
         return self._plan
 
     def _view(self) -> StepView:
@@ -381,7 +389,7 @@ class SessionKV:
         )
         return ColdPage(
             layer, block, self.client.slab(slab).fd, slot * layout.slot_bytes,
-            slot_check(expected),
+            slot_check(expected), expected.generation,
         )  # fmt: skip
 
     # -- loss, suspension, end ----------------------------------------------

@@ -7,7 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tierd.client import Client, MappedSlab, SessionHandle
@@ -16,10 +16,11 @@ from tierd.types import CodecId, Geometry
 from tierd_engine.agent import TransferAgent
 from tierd_engine.arena import HotArena
 from tierd_engine.attention.executors import Executors
-from tierd_engine.coldread import ColdReader
+from tierd_engine.coldread import ColdReader, ColdUnit
 from tierd_engine.staging import StagingRing
 
 if TYPE_CHECKING:
+    from tierd_engine.device.direct import DirectCounts
     from tierd_engine.device.encoder import DeviceEncoder
     from tierd_engine.device.executors import DeviceExecutors
     from tierd_engine.device.opening import DeviceRig
@@ -67,9 +68,11 @@ class Workings:
         try:
             executors = DeviceExecutors(
                 device, kernels, geometry, heads, arena, self.reader, rig.pins, require_valid,
-                rig.rates,
+                rig.rates, path_for=None if rig.paths is None else rig.paths.path_for,
             )  # fmt: skip
-            self._encoder = DeviceEncoder(device, kernels, arena, executors.stager.demand)
+            self._encoder = DeviceEncoder(
+                device, kernels, arena, executors.stager.demand, digests=rig.paths is not None
+            )
             ring = self.reader.ring
             self._pin(ring.base_address, ring.total_bytes, ring.chunk_bytes)
         except BaseException:
@@ -80,6 +83,13 @@ class Workings:
             client, handle, arena, encode=self._encoder.encode, slab_of=self.slab
         )
         client.unmapping.append(self.forget_slabs)
+
+    def schedule_cold(self, units: Sequence[ColdUnit]) -> None:
+        """Read these cold units, step after step, from now on. Outside a step's work."""
+        if isinstance(self.executors, Executors):
+            self.reader.set_schedule(units)
+        else:
+            self.executors.schedule_cold(units)
 
     def slab(self, slab_id: int) -> MappedSlab:
         """Return a slab, pinned where that is of use. As Client.slab."""
@@ -102,6 +112,26 @@ class Workings:
             self._rig.pins.remove(address)
         self._pinned &= {ring}
 
+    @property
+    def cold_pages_verified(self) -> int:
+        """Cold pages read and checked so far, by the CPU or on the device."""
+        return self.reader.pages_read + (self._direct.pages if self._direct else 0)
+
+    @property
+    def cold_bytes_read(self) -> int:
+        """Bytes of them, headers too."""
+        return self.reader.bytes_read + (self._direct.bytes if self._direct else 0)
+
+    @property
+    def _direct(self) -> DirectCounts | None:
+        direct = None if isinstance(self.executors, Executors) else self.executors.direct
+        return None if direct is None else direct.counts
+
+    @property
+    def encoder_bytes(self) -> int:
+        """Bytes of the encoder's staging on the device."""
+        return 0 if self._encoder is None else self._encoder.total_bytes
+
     def figures(self) -> dict[str, Any] | None:
         """Return the report's section on the device; None on the host."""
         if self._rig is None:
@@ -121,6 +151,8 @@ class Workings:
             "copies": stager.copies,
             "near_bytes": near.bytes,
             "near_share": self.executors.rates.share,
+            "cold_paths": [] if self._rig.paths is None else self._rig.paths.figures(),
+            "direct": None if self.executors.direct is None else self.executors.direct.figures(),
         }
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """`tierd doctor`: each finding has a fix, and the exit code says the worst."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,42 @@ def test_a_missing_package_names_its_extra() -> None:
 def test_whatever_is_not_ok_has_a_fix(tierd: Any, tmp_path: Path) -> None:
     outcome = tierd("doctor", "--cold-dir", str(tmp_path), "--daemon", "/tmp/x.sock", "--json")
     assert all(check["fix"] for check in checks(outcome).values() if check["health"] != "ok")
+
+
+@pytest.mark.parametrize(
+    ("script", "found", "health"),
+    [
+        ('print(\'{"kind": "gds", "reason": ""}\')', "gds: read past RAM", "ok"),
+        ('print(\'{"kind": "compat", "reason": "r"}\')', "compat: r", "degraded"),
+        ("import os; os.abort()", "posix: the probe ended with code -6", "degraded"),
+        ("import time; time.sleep(30)", "posix: the probe did not end within 0.3 s", "degraded"),
+        ("print('?')", "posix: the probe failed", "degraded"),
+    ],
+)
+def test_the_path_to_vram_is_what_a_read_in_its_own_process_found(
+    script: str, found: str, health: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell = tmp_path / "python"
+    shell.write_text(f"#!{sys.executable}\n{script}\n")
+    shell.chmod(0o700)
+    monkeypatch.setattr(doctor, "NVIDIA", tmp_path)
+    monkeypatch.setattr(doctor, "PROBE_SECONDS_MAX", 0.3 if "sleep" in script else 30.0)
+    monkeypatch.setattr(sys, "executable", str(shell))
+    finding = doctor._check_path_to_vram(tmp_path)
+    assert finding.found.startswith(found) and finding.health == health
+    assert bool(finding.fix) == (health != "ok")
+
+
+def test_without_a_gpu_the_path_is_posix(tmp_path: Path) -> None:
+    if doctor.NVIDIA.exists():
+        pytest.skip("there is a GPU here")
+    finding = doctor._check_path_to_vram(tmp_path)
+    assert finding.found == "posix (no GPU)" and finding.health == "ok"
+
+
+def test_the_probes_process_says_what_is_missing(tmp_path: Path) -> None:
+    from tierd_engine.device.probemain import probe_on_cuda
+
+    found = probe_on_cuda(tmp_path)
+    if found.kind == "posix":
+        assert found.reason

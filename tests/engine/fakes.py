@@ -116,8 +116,9 @@ class FakeDaemon:
             generation=np.ones(shape, np.uint32),
         )
 
-    def commit(self, demotion: Any, digests: Any) -> None:
+    def commit(self, demotion: Any, digests: Any, device_digests: Any = None) -> None:
         self.rpc_count += 1
+        assert device_digests is None or device_digests.shape == digests.shape[:2]
         assert digests.shape == (len(demotion.blocks), self.geometry.layers, 16)
         for row, block in enumerate(demotion.blocks):
             entry = self.table.arrays

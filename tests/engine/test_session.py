@@ -118,7 +118,7 @@ def test_a_block_lost_again_and_again_ends_in_a_typed_error() -> None:
     rig.generator.feed(rig.prompt)
     commit = rig.daemon.commit
 
-    def commit_and_lose(demotion: object, digests: object) -> None:
+    def commit_and_lose(demotion: object, digests: object, device_digests: object) -> None:
         commit(demotion, digests)
         rig.daemon.table.arrays["tier"][0, 1] = Tier.NONE
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import enum
 import errno
+import json
 import mmap
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -32,6 +35,9 @@ PACKAGES = {
     "torch": "engine",
     "transformers": "engine",
 }
+NVIDIA = Path("/proc/driver/nvidia")
+# torch and CUDA start in ten seconds on a slow disk; the probe itself is bounded by five.
+PROBE_SECONDS_MAX = 60.0
 
 ColdDir = Annotated[
     str | None,
@@ -140,7 +146,7 @@ def _check_memory(config: DaemonConfig) -> Finding:
 def _check_memlock() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     shown = "no limit" if soft == resource.RLIM_INFINITY else format_size(soft)
-    on_cuda = Path("/proc/driver/nvidia").exists()
+    on_cuda = NVIDIA.exists()
     if on_cuda and soft != resource.RLIM_INFINITY:
         return Finding(
             "locked memory",
@@ -177,6 +183,31 @@ def _check_cold(folder: Path, *, make_parents: bool) -> Iterator[Finding]:
             "the cold folder refuses O_DIRECT; reads go through the page cache",
             "put the cold folder on ext4 or xfs on NVMe",
         )
+    yield _check_path_to_vram(folder)
+
+
+def _check_path_to_vram(folder: Path) -> Finding:
+    """Say how cold pages get to VRAM: gds, compat or posix; found by a read in its own process."""
+    name = "cold pages to VRAM"
+    if not NVIDIA.exists():
+        return Finding(name, Health.OK, "posix (no GPU)")
+    command = [sys.executable, "-m", "tierd_engine.device.probemain", str(folder)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PROBE_SECONDS_MAX, check=True
+        )
+        found = json.loads(done.stdout)
+        kind, reason = str(found["kind"]), str(found["reason"])
+    except subprocess.TimeoutExpired:
+        kind, reason = "posix", f"the probe did not end within {PROBE_SECONDS_MAX:g} s"
+    except subprocess.CalledProcessError as error:
+        kind, reason = "posix", f"the probe ended with code {error.returncode}"
+    except (OSError, ValueError, KeyError) as error:
+        kind, reason = "posix", f"the probe failed: {error}"
+    if kind == "gds":
+        return Finding(name, Health.OK, "gds: read past RAM, counted by nvidia-fs")
+    fix = "install the extra cuda12 or cuda13 and nvidia-fs; until then they pass through RAM"
+    return Finding(name, Health.DEGRADED, f"{kind}: {reason}", fix)
 
 
 def _writes_direct(path: str) -> bool:

@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from tierd.client import Demotion
@@ -26,7 +24,7 @@ from tierd.errors import InvalidArgument
 from tierd.types import BLOCK_TOKENS_DEFAULT, CodecId, DType
 from tierd.units import parse_share
 from tierd_engine import hf
-from tierd_engine.agent import HotBlocks, TransferAgent
+from tierd_engine.agent import Digests, HotBlocks, TransferAgent
 from tierd_engine.arena import HotArena, hot_block_bytes
 from tierd_engine.attention.executors import FEW_QUERIES_MAX
 from tierd_engine.attention.plan import PlanMode
@@ -135,7 +133,7 @@ class RoundingAgent(TransferAgent):
         self._rounded: HotArena = kv.arena
         self._rounding = rounding
 
-    def _encode(self, demotion: Demotion, hot: HotBlocks) -> npt.NDArray[np.uint8]:
+    def _encode(self, demotion: Demotion, hot: HotBlocks) -> Digests:
         for block in demotion.blocks:
             slot = hot.slot_of(block)
             for part in (self._rounded.keys, self._rounded.values):

@@ -10,6 +10,7 @@ from tierd.config import embedded_config
 from tierd.daemon import EmbeddedDaemon
 from tierd.types import CodecId, Geometry, Namespace
 from tierd_engine.attention.plan import PlanMode
+from tierd_engine.device.opening import DeviceRig
 from tierd_engine.session import SessionKV
 
 
@@ -25,6 +26,7 @@ def open_session_kv(
     plan: PlanMode,
     cold_folder: str | None = None,
     cold_needed_bytes: int = 0,
+    rig: DeviceRig | None = None,
 ) -> Iterator[SessionKV]:
     """Yield a fresh session's KV with compiled kernels; free slots of hot hold NaN."""
     config = embedded_config(
@@ -36,7 +38,7 @@ def open_session_kv(
     ):
         namespace = Namespace(geometry, weights_digest="bench", codec=codec)
         handle = client.open_session(namespace, total_tokens)
-        kv = SessionKV(client, handle, heads, hot_bytes, total_tokens, plan)
+        kv = SessionKV(client, handle, heads, hot_bytes, total_tokens, plan, rig=rig)
         try:
             kv.executors.warm_up({codec})
             kv.arena.poison()

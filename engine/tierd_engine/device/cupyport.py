@@ -76,7 +76,8 @@ class CupyDevice:
     def allocate(self, size_bytes: int) -> Buffer:
         """See Device."""
         try:
-            tensor = torch.empty(size_bytes, dtype=torch.uint8, device=self.torch_device)
+            with torch.inference_mode(False):  # asked for in a step, it is written to outside one
+                tensor = torch.empty(size_bytes, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError as error:
             free = torch.cuda.mem_get_info(self.torch_device)[0]
             raise HotBudgetExceeded(
@@ -87,7 +88,7 @@ class CupyDevice:
 
     def allocate_host(self, size_bytes: int) -> Buffer:
         """See Device."""
-        with _failing(f"{format_size(size_bytes)} of pinned memory"):
+        with _failing(f"{format_size(size_bytes)} of pinned memory"), torch.inference_mode(False):
             return self._kept(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True))
 
     def _kept(self, tensor: torch.Tensor) -> Buffer:

@@ -17,10 +17,12 @@ import numpy.typing as npt
 import torch
 
 from tierd.codec import encode_pages
+from tierd.codec.devicedigest import device_digests
 from tierd.codec.layout import PageLayout
 from tierd.errors import DeviceFailed
 from tierd.types import CodecId
 from tierd.units import CACHE_LINE_BYTES, MIB, round_up
+from tierd_engine.agent import EncodedPages
 from tierd_engine.attention.plan import IntArray
 from tierd_engine.device.arena import DeviceArena
 from tierd_engine.device.fences import Fence
@@ -31,12 +33,15 @@ OUT_STAGING_BYTES = 16 * MIB
 ROUND_PAGES_MAX = 1024
 # A round is 16 MiB, behind at most four chunks of demand: 0.8 s at 64 MiB/s, the slowest link.
 ROUND_SECONDS = 10.0
+_WORD_BYTES = 28  # of a page: three of 8 and one of 4
+_RESULTS = ROUND_PAGES_MAX * 16  # where digests begin; statuses follow them
 
 
 class DeviceEncoder:
     """Encodes hot pages of one arena into mapped slots. Used by one thread.
 
-    `demand`: the event after which the copies go that a step waits for.
+    `demand`: the event after which the copies go that a step waits for. `digests`: whether
+    each page's device digest is made beside it, for readers whose GPU checks what it reads.
     """
 
     def __init__(
@@ -47,40 +52,43 @@ class DeviceEncoder:
         demand: Event,
         *,
         staging_bytes: int = OUT_STAGING_BYTES,
+        digests: bool = False,
     ) -> None:
         self._device, self._kernels, self._arena, self._demand = device, kernels, arena, demand
+        self._digests = digests
         page_bytes = arena.layout.payload_bytes
         self._staging = device.allocate(max(staging_bytes, page_bytes))
         self._raw: torch.Tensor | None = None
         self._host_staging = device.allocate_host(max(staging_bytes, page_bytes))
-        # Source and target addresses, int64, then statuses, int32: of one round.
-        self._host_words = device.allocate_host(ROUND_PAGES_MAX * 20)
-        self._words = device.allocate(ROUND_PAGES_MAX * 20)
+        # Source and target addresses and digests, int64, then statuses, int32: of one round.
+        self._host_words = device.allocate_host(ROUND_PAGES_MAX * _WORD_BYTES)
+        self._words = device.allocate(ROUND_PAGES_MAX * _WORD_BYTES)
         self._stream = device.new_stream("copy out")
         self._copied_out = device.new_event("the round's pages in RAM")
         self.rounds = 0
 
-    def encode(
-        self, source: IntArray, target: IntArray, layout: PageLayout
-    ) -> npt.NDArray[np.uint8]:
+    def encode(self, source: IntArray, target: IntArray, layout: PageLayout) -> EncodedPages:
         """Encode hot pages at device addresses into slots at host addresses; a status each.
 
         As tierd.codec.encode_pages: 0 encoded, 1 NaN or infinity, 2 beyond float16's range.
         Raises DeviceFailed: then slots may still be written to, and must not be given back.
         """
         status = np.zeros(len(source), np.uint8)
+        digests = np.zeros(len(source), np.uint64) if self._digests else None
         per_page = round_up(max(layout.payload_bytes, self._page_bytes), CACHE_LINE_BYTES)
         pages_max = min(self._staging.size_bytes // per_page, ROUND_PAGES_MAX) or 1
         for start in range(0, len(source), pages_max):
             part = slice(start, start + pages_max)
             try:
                 status[part] = self._round(source[part], target[part], layout)
+                if digests is not None:
+                    digests[part] = self._host_digests(len(source[part]))
             except DeviceFailed:
                 raise
             except BaseException:
                 self._end_round()
                 raise
-        return status
+        return EncodedPages(status, digests)
 
     def _end_round(self) -> None:
         """Wait for what an interruption left under way: the slots are given back next."""
@@ -97,55 +105,75 @@ class DeviceEncoder:
         device, stream = self._device, self._stream
         device.wait(stream, self._arena.written, Fence.WAIT_WRITTEN)
         device.wait(stream, self._demand, Fence.WAIT_DEMAND)
+        pages = len(source)
         on_device = layout.codec is not CodecId.RAW and self._kernels.can_encode(layout.codec)
         on_host = layout.codec is not CodecId.RAW and not on_device
+        step = round_up(layout.payload_bytes, CACHE_LINE_BYTES)
+        staged = self._staging.address + step * _numbers(source)
+        if on_device or self._digests:
+            self._put_words(source, staged)
         if on_device:
-            self._launch(source, layout)
-            step = round_up(layout.payload_bytes, CACHE_LINE_BYTES)
-            self._copy_out(self._staging.address + step * _numbers(source), target, layout)
-            self._copy_status(len(source))
+            self._launch_encode(pages, layout)
+            self._copy_out(staged, target, layout)
         elif on_host:
             into = self._host_staging.address + self._page_bytes * _numbers(source)
             self._copy_out(source, into, self._arena.layout)
         else:
             self._copy_out(source, target, layout)
+        if self._digests and not on_host:
+            self._launch_digest(1 if on_device else 0, pages, layout)
+        if on_device or self._digests:
+            self._copy_results()
         device.record(self._copied_out, stream, Fence.RECORD_COPIED_OUT)
         device.wait_host(self._copied_out, ROUND_SECONDS, Fence.WAIT_COPIED_OUT)
         self.rounds += 1
         if on_host:
-            return encode_pages(into, target, layout)
-        return self._status(len(source)) if on_device else np.zeros(len(source), np.uint8)
+            status = encode_pages(into, target, layout)
+            if self._digests:
+                self._host_digests(pages)[:] = device_digests(target, layout.payload_bytes)
+            return status
+        return self._status(pages) if on_device else np.zeros(pages, np.uint8)
 
-    def _launch(self, source: IntArray, layout: PageLayout) -> None:
-        """Put the encode kernel on the stream, its addresses before it."""
-        pages = len(source)
-        step = round_up(layout.payload_bytes, CACHE_LINE_BYTES)
+    def _put_words(self, source: IntArray, staged: IntArray) -> None:
+        """Put the round's addresses on the stream, before its kernels."""
         words = self._host_words.tensor.view(torch.int64).numpy()
-        words[:pages] = source
-        words[ROUND_PAGES_MAX : ROUND_PAGES_MAX + pages] = self._staging.address + step * _numbers(
-            source
-        )
-        size = ROUND_PAGES_MAX * 16
-        self._device.copy_in(self._stream, self._host_words.address, self._words.address, size)
-        on_device = self._words.tensor[:size].view(torch.int64)
-        sources, targets = on_device[:pages], on_device[ROUND_PAGES_MAX : ROUND_PAGES_MAX + pages]
-        status = self._words.tensor[size:].view(torch.int32)[:pages]
+        words[: len(source)] = source
+        words[ROUND_PAGES_MAX : ROUND_PAGES_MAX + len(source)] = staged
+        self._device.copy_in(self._stream, self._host_words.address, self._words.address, _RESULTS)
+
+    def _addresses(self, row: int, pages: int) -> torch.Tensor:
+        """Return the round's addresses on the device: row 0 of hot pages, 1 of staged ones."""
+        return self._words.tensor.view(torch.int64)[row * ROUND_PAGES_MAX :][:pages]
+
+    def _launch_encode(self, pages: int, layout: PageLayout) -> None:
+        sources, targets = self._addresses(0, pages), self._addresses(1, pages)
+        status = self._words.tensor[_RESULTS + 8 * ROUND_PAGES_MAX :].view(torch.int32)[:pages]
         self._device.launch(
             self._stream, lambda: self._kernels.encode(sources, targets, layout, status)
+        )
+
+    def _launch_digest(self, row: int, pages: int, layout: PageLayout) -> None:
+        addresses = self._addresses(row, pages)
+        out = self._addresses(2, pages)
+        self._device.launch(
+            self._stream, lambda: self._kernels.digest(addresses, layout.payload_bytes, out)
         )
 
     def _copy_out(self, source: IntArray, target: IntArray, layout: PageLayout) -> None:
         for begin, end in zip(source.tolist(), target.tolist(), strict=True):
             self._device.copy_out(self._stream, begin, end, layout.payload_bytes)
 
-    def _copy_status(self, pages: int) -> None:
-        offset = ROUND_PAGES_MAX * 16
-        self._device.copy_out(
-            self._stream, self._words.address + offset, self._host_words.address + offset, pages * 4
-        )
+    def _copy_results(self) -> None:
+        size = ROUND_PAGES_MAX * _WORD_BYTES - _RESULTS
+        words, host = self._words.address, self._host_words.address
+        self._device.copy_out(self._stream, words + _RESULTS, host + _RESULTS, size)
+
+    def _host_digests(self, pages: int) -> npt.NDArray[np.uint64]:
+        digests = self._host_words.tensor.view(torch.int64)[2 * ROUND_PAGES_MAX :][:pages]
+        return digests.numpy().view(np.uint64)
 
     def _status(self, pages: int) -> npt.NDArray[np.uint8]:
-        words = self._host_words.tensor[ROUND_PAGES_MAX * 16 :].view(torch.int32)
+        words = self._host_words.tensor[_RESULTS + 8 * ROUND_PAGES_MAX :].view(torch.int32)
         return words[:pages].numpy().astype(np.uint8)
 
     @property
@@ -160,7 +188,8 @@ class DeviceEncoder:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the words hold a round."""
-        assert self._words.size_bytes == self._host_words.size_bytes == ROUND_PAGES_MAX * 20
+        size = ROUND_PAGES_MAX * _WORD_BYTES
+        assert self._words.size_bytes == self._host_words.size_bytes == size
 
 
 def _numbers(array: IntArray) -> IntArray:

@@ -15,17 +15,20 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from tierd.codec.layout import page_layout
 from tierd.types import CodecId, Geometry
+from tierd.units import SECTOR_BYTES, round_up
 from tierd_engine.attention.executors import FEW_QUERIES_MAX, StepView
 from tierd_engine.attention.plan import LayerPlan, PageRun, PlanMode, StepPlan
-from tierd_engine.coldread import ColdReader
+from tierd_engine.coldread import ColdReader, ColdUnit
 from tierd_engine.device.arena import DeviceArena
+from tierd_engine.device.coldpath import ColdPath
+from tierd_engine.device.direct import DirectCold
 from tierd_engine.device.kernels import PageKernels
 from tierd_engine.device.near import NearLink
 from tierd_engine.device.parts import Parts
@@ -33,6 +36,7 @@ from tierd_engine.device.pinning import Pins
 from tierd_engine.device.port import Device
 from tierd_engine.device.split import Rates, StepTimes, corrected_rates, near_pages
 from tierd_engine.device.stager import Piece, Stager, layer_pieces
+from tierd_engine.staging import RING_CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,8 @@ class DeviceExecutors:
     """Runs plans on one device. Used by one thread.
 
     A step is `begin`, `attend` for each layer, then `finish`; or `cancel`. `rates`: what the
-    split between near and stream starts from. `require_valid`: see Stager.
+    split between near and stream starts from. `require_valid`: see Stager. `path_for`: see
+    DirectCold; None where nothing goes from disk to VRAM past RAM.
     """
 
     def __init__(
@@ -82,18 +87,32 @@ class DeviceExecutors:
         rates: Rates,
         *,
         chunk_bytes: int | None = None,
+        path_for: Callable[[int], ColdPath | None] | None = None,
     ) -> None:
         self.geometry, self.heads, self.arena, self.reader = geometry, heads, arena, reader
         self._device, self._kernels, self._pins = device, kernels, pins
         slot_bytes_max = page_layout(geometry, CodecId.RAW).slot_bytes
-        sizes = {} if chunk_bytes is None else {"chunk_bytes": chunk_bytes}
-        self.stager = Stager(device, reader, slot_bytes_max, require_valid, **sizes)
+        chunk_bytes = round_up(max(chunk_bytes or RING_CHUNK_BYTES, slot_bytes_max), SECTOR_BYTES)
+        self.direct: DirectCold | None = None
+        if path_for is not None:
+            self.direct = DirectCold(device, kernels, reader, path_for, chunk_bytes)
+        self.stager = Stager(
+            device, reader, slot_bytes_max, require_valid, chunk_bytes=chunk_bytes,
+            direct=self.direct,
+        )  # fmt: skip
         self.near = NearLink(device, geometry, heads)
         self._parts = Parts(device, kernels, geometry, heads)
         self.rates = rates
         self._step: _Step | None = None
         self._clock = _Clock()
         self._running = False
+
+    def schedule_cold(self, units: Sequence[ColdUnit]) -> None:
+        """Read these cold units, step after step; call it at each new plan, outside a step."""
+        if self.direct is None:
+            self.reader.set_schedule(units)
+        else:
+            self.direct.schedule(units)
 
     # -- a step -------------------------------------------------------------------
     def begin(self, plan: StepPlan, view: StepView, mode: PlanMode) -> None:
@@ -243,6 +262,8 @@ class DeviceExecutors:
     def staging_bytes(self) -> int:
         """Bytes of all staging, host's and device's: they do not grow with the context."""
         on_device = self.stager.total_bytes + self._parts.total_bytes + self.near.total_bytes
+        if self.direct is not None:
+            on_device += self.direct.total_bytes
         return self.reader.ring.total_bytes + on_device
 
     def close(self) -> None:
@@ -251,11 +272,15 @@ class DeviceExecutors:
         self._device.follow(self._device.compute)
         for part in (self.stager, self.near, self._parts):
             part.close()
+        if self.direct is not None:
+            self.direct.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless ring and parts add up."""
         self.stager.check_integrity()
         self._parts.check_integrity()
+        if self.direct is not None:
+            self.direct.check_integrity()
 
 
 def _near_runs(plan: LayerPlan, counts: tuple[int, ...]) -> tuple[PageRun, ...]:

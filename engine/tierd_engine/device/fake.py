@@ -120,7 +120,8 @@ class FakeDevice:
         used = sum(buffer.size_bytes for buffer in self._buffers.values())
         if limit is not None and used + size_bytes > limit:
             raise DeviceFailed(f"the device has no {size_bytes} bytes left")
-        raw = torch.empty(round_up(size_bytes, SECTOR_BYTES) + SECTOR_BYTES, dtype=torch.uint8)
+        with torch.inference_mode(False):  # asked for in a step, it is written to outside one
+            raw = torch.empty(round_up(size_bytes, SECTOR_BYTES) + SECTOR_BYTES, dtype=torch.uint8)
         start = -raw.data_ptr() % SECTOR_BYTES
         tensor = raw[start : start + size_bytes]
         tensor.fill_(POISON)
@@ -287,6 +288,10 @@ class FakeDevice:
         """Let the compute stream run empty. Fails if it never will."""
         if not self._let_run(lambda: not self.compute.queue):
             raise DeviceFailed("compute: what is on it waits for what never comes")
+
+    def run_until(self, condition: Callable[[], bool]) -> bool:
+        """Run work until the condition holds; False: it never will."""
+        return self._let_run(condition)
 
     def host_access(self) -> None:
         """Let any work run that may have run before the host looks at memory, or changes it."""

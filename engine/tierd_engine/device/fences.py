@@ -12,6 +12,8 @@
     query down  near  -> host      q is in RAM                       : the CPU may read it
     partial up  near  -> compute   (o, lse) is in VRAM               : it may be merged
     near ended  near  -> host      nothing is left on the stream     : buffers may be freed
+    landing     compute -> host    a landed unit's reader has ended  : the disk may write there
+    checked     check -> host      a landed unit's digests are made  : they may be compared
 
 A test leaves out each member, and must see it.
 """
@@ -48,3 +50,7 @@ class Fence(enum.StrEnum):
     WAIT_PARTIAL_UP = "wait: partial in VRAM"
     RECORD_NEAR_ENDED = "record: near stream ended"
     WAIT_NEAR_ENDED = "wait: near stream ended"
+    RECORD_LANDING_READ = "record: landing read"
+    WAIT_LANDING_READ = "wait: landing read"
+    RECORD_CHECKED = "record: digests made"
+    WAIT_CHECKED = "wait: digests made"

@@ -38,12 +38,15 @@ class PageKernels(Protocol):
     ) -> None:
         """Encode hot pages; write a status each, int32 [pages], 0 where it went well."""
 
+    def digest(self, addresses: torch.Tensor, size_bytes: int, out: torch.Tensor) -> None:
+        """Write device digests of payloads, int64 [pages] with uint64's bits."""
+
 
 class TritonKernels:
     """The GPU's kernels."""
 
-    # What gpu.encoding has kernels for; pages of other codecs are encoded by the CPU.
-    _ENCODED = frozenset({CodecId.INT8})
+    # What gpu.encoding has kernels for; pages of another codec would be encoded by the CPU.
+    _ENCODED = frozenset({CodecId.INT8, CodecId.K8V4, CodecId.INT4, CodecId.FP8})
 
     def attend(
         self, q: torch.Tensor, addresses: torch.Tensor, tokens: torch.Tensor, layout: PageLayout,
@@ -76,6 +79,12 @@ class TritonKernels:
         from tierd_engine.gpu.encoding import encode_pages
 
         status.copy_(encode_pages(source, target, layout))
+
+    def digest(self, addresses: torch.Tensor, size_bytes: int, out: torch.Tensor) -> None:
+        """See PageKernels."""
+        from tierd_engine.gpu.digesting import digest_pages
+
+        out.copy_(digest_pages(addresses, size_bytes))
 
 
 class HostKernels:
@@ -129,6 +138,12 @@ class HostKernels:
         from tierd.codec import encode_pages
 
         status.copy_(torch.from_numpy(encode_pages(source.numpy(), target.numpy(), layout)))
+
+    def digest(self, addresses: torch.Tensor, size_bytes: int, out: torch.Tensor) -> None:
+        """See PageKernels."""
+        from tierd.codec.devicedigest import device_digests
+
+        out.copy_(torch.from_numpy(device_digests(addresses.numpy(), size_bytes).view(np.int64)))
 
 
 _QUERIES_AT_ONCE = 16  # that the CPU's kernel takes

@@ -14,6 +14,7 @@ from tierd.units import MIB
 from tierd_engine.device.kernels import HostKernels, PageKernels, TritonKernels
 from tierd_engine.device.pinning import Pins
 from tierd_engine.device.port import Device
+from tierd_engine.device.probing import ColdPaths
 from tierd_engine.device.split import Rates, starting_rates
 
 # Far above any cache, and done in 20 ms at 25 GB/s.
@@ -42,15 +43,21 @@ class DeviceName(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DeviceRig:
-    """A device and what goes with it: one a job. `close` it before slabs are unmapped."""
+    """A device and what goes with it: one a job. `close` it before slabs are unmapped.
+
+    `paths` None: nobody was asked to bring cold pages to the device past RAM.
+    """
 
     device: Device
     kernels: PageKernels
     pins: Pins
     rates: Rates
+    paths: ColdPaths | None = None
 
     def close(self) -> None:
         """Unpin everything and give the device back. No work may be left on it."""
+        if self.paths is not None:
+            self.paths.close()
         self.pins.close()
         self.device.close()
 
@@ -84,12 +91,24 @@ def open_rig(name: DeviceName) -> DeviceRig | None:
     from tierd_engine.device.cupyport import CupyDevice
 
     device = CupyDevice()
-    return DeviceRig(device, TritonKernels(), Pins(device), measured_rates(device))
+    return DeviceRig(
+        device, TritonKernels(), Pins(device), measured_rates(device), cold_paths(device)
+    )
 
 
-def fake_rig(device: Device, pins: Pins | None = None) -> DeviceRig:
+def cold_paths(device: Device) -> ColdPaths:
+    """Return the direct paths of a CUDA device: kvikio's, or none and the reason."""
+    from tierd_engine.device.kvikiopath import KvikioPath
+
+    try:
+        return ColdPaths(device, KvikioPath())
+    except DeviceUnavailable as error:
+        return ColdPaths(device, None, str(error))
+
+
+def fake_rig(device: Device, pins: Pins | None = None, paths: ColdPaths | None = None) -> DeviceRig:
     """Return a rig over a device whose memory is the host's."""
-    return DeviceRig(device, HostKernels(), pins or Pins(device), Rates(1.0, 1.0))
+    return DeviceRig(device, HostKernels(), pins or Pins(device), Rates(1.0, 1.0), paths)
 
 
 def measured_rates(device: Device) -> Rates:

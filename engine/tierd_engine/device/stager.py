@@ -9,7 +9,8 @@ Invariants:
 
 What a step needs is known before it starts, so this is no guess: while layer l is attended,
 the pages of layer l + 1 are on their way. It stops at the step's end: outside an epoch
-a warm slot may be given away. Cold units come through the cold reader, verified.
+a warm slot may be given away. Cold units come through the cold reader, verified, or land in
+VRAM past the ring (direct.py): their chunk of it then stays empty.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tierd.units import SECTOR_BYTES, round_up
 from tierd_engine.attention.plan import IntArray, LayerPlan
 from tierd_engine.coldread import ColdReader
 from tierd_engine.device.copyruns import SlotRun, slot_runs
+from tierd_engine.device.direct import DirectCold, Elsewhere, Landing
 from tierd_engine.device.fences import Fence
 from tierd_engine.device.port import Device, Event
 from tierd_engine.staging import RING_CHUNK_BYTES, RING_CHUNKS
@@ -114,9 +116,11 @@ class Stager:
         *,
         chunk_bytes: int = RING_CHUNK_BYTES,
         chunks: int = RING_CHUNKS,
+        direct: DirectCold | None = None,
     ) -> None:
         self._device = device
-        self._reader = reader
+        self._reader, self._direct = reader, direct
+        self._landings: dict[int, Landing] = {}  # by chunk, which they stand in for
         self._require_valid = require_valid
         self.chunk_bytes = round_up(max(chunk_bytes, slot_bytes_max), SECTOR_BYTES)
         self.chunks = chunks
@@ -127,7 +131,7 @@ class Stager:
         self._settled = device.new_event("the step's copies")
         self._cold_copied = device.new_event("the cold unit's copy")
         self.demand = device.new_event("copies that a step waits for")
-        self._cold_in_use = False
+        self._cold_in_use: Elsewhere | None = None
         # A tensor a chunk: kernels are built anew for an address that is aligned otherwise.
         self._addresses: dict[PageLayout, list[torch.Tensor]] = {}
         self._tokens: dict[PageLayout, torch.Tensor] = {}
@@ -140,6 +144,8 @@ class Stager:
         """Start on a step's pieces, all layers' in order. Inside the epoch."""
         assert not self._pieces, "a step is running"
         self.prepare({piece.layout for piece in pieces})
+        if self._direct is not None:
+            self._direct.begin()
         self._pieces = pieces
         self._issued = self._taken = self._released = 0
         self._fill()
@@ -152,7 +158,10 @@ class Stager:
         self._taken += 1
         if self._device.is_reached(self._filled[chunk]):
             self._require_valid()  # else `settle` does, when the copy has ended
+        landing = self._landings.get(chunk)
         addresses = self._addresses[piece.layout][chunk][: piece.count]
+        if landing is not None:
+            addresses = landing.addresses
         return Staged(
             piece, addresses, self._tokens[piece.layout][: piece.count], self._filled[chunk]
         )
@@ -176,6 +185,9 @@ class Stager:
         assert self._released + 1 == self._taken, "nothing is taken"
         event = self._read[self._released % self.chunks]
         self._device.record(event, self._device.compute, Fence.RECORD_READ)
+        landing = self._landings.pop(self._released % self.chunks, None)
+        if landing is not None and self._direct is not None:
+            self._direct.release(landing)
         self._released += 1
 
     def settle(self) -> None:
@@ -198,6 +210,10 @@ class Stager:
             self._device.record(self._settled, self._stream, Fence.RECORD_SETTLED)
             self._device.wait_host(self._settled, COPY_SECONDS, Fence.WAIT_SETTLED)
         self._release_cold()
+        for landing in self._landings.values():  # taken from the disk, and attended by nobody
+            assert self._direct is not None
+            self._direct.release(landing)
+        self._landings.clear()
         self._pieces = ()
         self._issued = self._taken = self._released = 0
 
@@ -208,7 +224,7 @@ class Stager:
             self._device.wait(self._stream, self._read[chunk], Fence.WAIT_READ)
             target = self._ring.address + chunk * self.chunk_bytes
             if piece.is_cold:
-                self._copy_cold(piece, target)
+                self._bring_cold(piece, target, chunk)
             else:
                 self._copy_warm(piece, target)
             self._device.record(self._filled[chunk], self._stream, Fence.RECORD_FILLED)
@@ -224,10 +240,21 @@ class Stager:
             self.counts.copies += 1
             self.counts.copied_bytes += rows.row_bytes * rows.count
 
-    def _copy_cold(self, piece: Piece, target: int) -> None:
+    def _bring_cold(self, piece: Piece, target: int, chunk: int) -> None:
+        taken = Elsewhere.READER if self._direct is None else self._direct.take()
+        if isinstance(taken, Landing):
+            self._landings[chunk] = taken
+        else:
+            self._copy_cold(piece, target, taken)
+
+    def _copy_cold(self, piece: Piece, target: int, place: Elsewhere) -> None:
         self._release_cold()
-        source = int(self._reader.take()[0]) - HEADER_BYTES
-        self._cold_in_use = True
+        if place is Elsewhere.READER:
+            source = int(self._reader.take()[0]) - HEADER_BYTES
+        else:
+            assert self._direct is not None
+            source = self._direct.read_aside()
+        self._cold_in_use = place
         size = piece.count * piece.layout.slot_bytes
         self._device.copy_in(self._stream, source, target, size)
         self._device.record(self._cold_copied, self._stream, Fence.RECORD_COLD_COPIED)
@@ -236,13 +263,18 @@ class Stager:
 
     def _release_cold(self) -> None:
         """Let the disk refill host staging, once the unit there has left it."""
-        if self._cold_in_use:
+        place = self._cold_in_use
+        if place is not None:
             self._device.wait_host(self._cold_copied, COPY_SECONDS, Fence.WAIT_COLD_COPIED)
-            self._cold_in_use = False
-            self._reader.release()
+            self._cold_in_use = None
+            if place is Elsewhere.READER:
+                self._reader.release()
 
     def prepare(self, layouts: Iterable[PageLayout]) -> None:
         """Put addresses and token counts of these layouts on the device, so that no step does."""
+        layouts = set(layouts)
+        if self._direct is not None:
+            self._direct.prepare(layouts)
         for layout in layouts:
             if layout in self._addresses:
                 continue

@@ -11,6 +11,7 @@ import torch
 
 from tests.engine.device.world import GEOMETRY, Slots, Validity, World
 from tierd.codec import encode_pages
+from tierd.codec.devicedigest import device_digests
 from tierd.codec.layout import HEADER_BYTES, page_layout
 from tierd.errors import DeviceFailed
 from tierd.types import CodecId
@@ -20,7 +21,7 @@ from tierd_engine.device.encoder import DeviceEncoder
 from tierd_engine.device.exploring import explore_random
 from tierd_engine.device.fake import Chooser, FakeDevice, FirstChooser
 from tierd_engine.device.fences import Fence
-from tierd_engine.device.kernels import HostKernels
+from tierd_engine.device.kernels import HostKernels, TritonKernels
 from tierd_engine.device.port import Event, Stream
 from tierd_engine.device.stager import Stager, layer_pieces
 
@@ -56,7 +57,8 @@ def targets(slots: Slots) -> np.ndarray:
 
 def demote(
     chooser: Chooser, without: str | None = None, *, codec: CodecId = CodecId.INT8,
-    encoded: frozenset[CodecId] = frozenset(CodecId), staging_pages: int = 2,
+    can_encode: frozenset[CodecId] = frozenset(CodecId), staging_pages: int = 2,
+    digests: bool = False,
 ) -> FakeDevice:  # fmt: skip
     """Demote blocks while a step's copies are under way; compare with the CPU's encoding."""
     device = FakeDevice(chooser, without=without)
@@ -69,8 +71,8 @@ def demote(
         chunk_bytes=world.layout.slot_bytes,
     )  # fmt: skip
     encoder = DeviceEncoder(
-        device, HostKernels(encoded), arena, stager.demand,
-        staging_bytes=staging_pages * arena.layout.payload_bytes,
+        device, HostKernels(can_encode), arena, stager.demand,
+        staging_bytes=staging_pages * arena.layout.payload_bytes, digests=digests,
     )  # fmt: skip
     slots = write_blocks(arena, seed=1)
     pieces = layer_pieces(0, world.layers[0], stager.chunk_bytes, np.zeros_like)
@@ -78,7 +80,7 @@ def demote(
     in_flight = stager.counts.copies
     layout = page_layout(GEOMETRY, codec)
     warm = Slots(layout, BLOCKS * GEOMETRY.layers)
-    status = encoder.encode(addresses(arena, slots), targets(warm), layout)
+    encoded = encoder.encode(addresses(arena, slots), targets(warm), layout)
     for slot in slots:  # free from here on: the next block goes there
         arena.release(slot)
     write_blocks(arena, seed=2)
@@ -86,10 +88,16 @@ def demote(
     own = HotArena(GEOMETRY, budget, blocks_max=BLOCKS)
     expected = Slots(layout, warm.count)
     own_slots = write_blocks(own, seed=1)
-    assert status.tolist() == [0] * warm.count
+    assert encoded.status.tolist() == [0] * warm.count
     encode_pages(addresses(own, own_slots), targets(expected), layout)
     for i in range(warm.count):
         np.testing.assert_array_equal(warm.payload(i), expected.payload(i))
+    if digests:
+        expected_digests = device_digests(targets(expected), layout.payload_bytes)
+        assert encoded.device_digests is not None
+        assert encoded.device_digests.tolist() == expected_digests.tolist()
+    else:
+        assert encoded.device_digests is None
     order = [line.split(":")[0] for line in device.trace]
     first_out = order.index("copy out")
     assert order[:first_out].count("copy in") >= in_flight, "demotion went before demand"
@@ -108,7 +116,21 @@ def test_slots_hold_the_cpus_bytes_in_random_orders(codec: CodecId) -> None:
 
 
 def test_a_codec_without_a_kernel_is_encoded_by_the_cpu() -> None:
-    assert explore_random(lambda c: demote(c, encoded=frozenset()), range(10)) is None
+    assert explore_random(lambda c: demote(c, can_encode=frozenset()), range(10)) is None
+
+
+@pytest.mark.parametrize("codec", [CodecId.RAW, CodecId.INT8, CodecId.FP8])
+@pytest.mark.parametrize("can_encode", [frozenset(CodecId), frozenset()], ids=["device", "host"])
+def test_device_digests_are_the_cpus_in_random_orders(
+    codec: CodecId, can_encode: frozenset[CodecId]
+) -> None:
+    case = functools.partial(demote, codec=codec, can_encode=can_encode, digests=True)
+    assert explore_random(case, range(8)) is None
+
+
+def test_the_gpu_has_a_kernel_for_every_codec_below_the_hot_tier() -> None:
+    encoded = {codec for codec in CodecId if TritonKernels().can_encode(codec)}
+    assert encoded == set(CodecId) - {CodecId.NONE, CodecId.RAW}
 
 
 @pytest.mark.parametrize("fence", FENCES)
@@ -190,7 +212,7 @@ def test_what_cannot_be_encoded_is_said_page_by_page(value: float, status: int) 
     layout = page_layout(GEOMETRY, CodecId.INT8)
     warm = Slots(layout, BLOCKS * GEOMETRY.layers)
     got = encoder.encode(addresses(arena, slots), targets(warm), layout)
-    assert got.tolist() == [0, 0, 0, status, 0, 0]
+    assert got.status.tolist() == [0, 0, 0, status, 0, 0]
 
 
 def test_a_copy_that_never_ends_is_an_error_that_says_what_was_late() -> None:

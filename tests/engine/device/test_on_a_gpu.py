@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +15,10 @@ from tierd.errors import DeviceFailed, DeviceUnavailable
 from tierd.memory.memfd import Mapping, create_memfd
 from tierd.types import CodecId, DType
 from tierd_engine.attention.plan import PlanMode
+from tierd_engine.device.coldpath import PathKind
 from tierd_engine.device.opening import DeviceName, DeviceRig, open_rig
 from tierd_engine.device.port import Rows
+from tierd_engine.device.probing import PROBE_SECONDS, probe_folder
 from tierd_engine.fidelity import kl_divergence
 
 MIB = 1 << 20
@@ -112,6 +116,15 @@ def test_encoded_pages_are_as_good_as_on_the_host(rig: DeviceRig, codec: CodecId
         own = own_greedy(tiny.model, prompt, 16)[1]
         assert kl_divergence(own[0], run.logits[0]) < 5e-3
     tiny.model.to("cpu")
+
+
+def test_the_path_of_cold_pages_is_probed_and_never_hangs(rig: DeviceRig, tmp_path: Path) -> None:
+    assert rig.paths is not None
+    began = time.monotonic()
+    found = probe_folder(rig.paths, tmp_path)
+    assert time.monotonic() - began < 4 * PROBE_SECONDS
+    assert found.reason or found.kind is PathKind.GDS
+    assert "not the file's" not in found.reason, "kvikio's bytes were wrong"
 
 
 def test_the_links_rate_is_measured(rig: DeviceRig) -> None:

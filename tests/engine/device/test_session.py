@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -13,9 +15,11 @@ from tierd_engine.arena import hot_block_bytes
 from tierd_engine.attention.plan import PlanMode
 from tierd_engine.device.exploring import RandomChooser
 from tierd_engine.device.fake import FakeDevice, Refusals
+from tierd_engine.device.fakepath import FakePath, Fault
 from tierd_engine.device.fences import Fence
 from tierd_engine.device.opening import DeviceRig, fake_rig
 from tierd_engine.device.pinning import HostLimits, Pins
+from tierd_engine.device.probing import ColdPaths
 from tierd_engine.fidelity import kl_divergence
 from tierd_engine.generator import Generator
 from tierd_engine.guard import QualityGuard
@@ -170,7 +174,7 @@ def test_every_fence_is_passed_by_a_session() -> None:
     rig = Rig(16, codec=CodecId.INT8)
     greedy(rig.generator, rig.prompt, 2)
     cold = {Fence.RECORD_COLD_COPIED, Fence.WAIT_COLD_COPIED}
-    assert set(rig.device.labels) == set(Fence) - cold - ENDS
+    assert set(rig.device.labels) == set(Fence) - cold - ENDS - DIRECT
     rig.close()
 
 
@@ -189,7 +193,7 @@ def test_over_real_slabs_and_a_disk_a_session_is_exact(mode: PlanMode) -> None:
         counts = tiers.kv.counts
         assert counts.step_rpcs == 0
         few = FEW_FENCES if mode is PlanMode.STREAM else set()
-        assert set(device.labels) == set(Fence) - ENDS - few
+        assert set(device.labels) == set(Fence) - ENDS - DIRECT - few
         assert tiers.kv.reader.pages_read > 0 and device.pageable_bytes == 0
         tiers.kv.check_integrity()
     assert device.pending == 0 and device.registered_bytes == 0
@@ -197,8 +201,40 @@ def test_over_real_slabs_and_a_disk_a_session_is_exact(mode: PlanMode) -> None:
     rig.close()
 
 
+# Prefill makes plan after plan, and drops what was read for the last: these are decode's reads.
+FAULTS = {9: Fault.WRONG, 14: Fault.HANG}
+
+
+@pytest.mark.parametrize("faults", [{}, FAULTS], ids=["whole", "faulty"])
+def test_cold_pages_land_past_ram_and_a_session_is_exact(faults: dict[int, Fault]) -> None:
+    tiny = tiny_model(5, "llama")
+    device = FakeDevice(RandomChooser(18))
+    numbers = itertools.count()
+    path = FakePath(device, {number + 1: fault for number, fault in faults.items()})
+    paths = ColdPaths(device, path, counts=lambda: next(numbers))
+    rig = fake_rig(device, Pins(device, HostLimits(None, None)), paths)
+    tiers = TierRig(
+        tiny.shape, tiny.model, 200, NEW, hot="20%", warm="30%", plan=PlanMode.STREAM,
+        block_tokens=16, rig=rig,
+    )  # fmt: skip
+    prompt = random_tokens(200, 18)
+    with tiers:
+        run = greedy(tiers.generator, prompt, NEW)
+        assert run.tokens == own_greedy(tiny.model, prompt, NEW)[0]
+        figures = tiers.kv.workings.figures()
+        assert figures is not None and figures["cold_paths"][0]["kind"] == "gds"
+        direct = figures["direct"]
+        assert direct["units"] > 0 and tiers.kv.counts.step_rpcs == 0
+        assert (direct["mismatches"] + direct["deadlines"] > 0) == bool(faults), direct
+        tiers.kv.check_integrity()
+    rig.close()
+
+
 ENDS = {
     Fence.RECORD_OUT_ENDED, Fence.WAIT_OUT_ENDED, Fence.RECORD_NEAR_ENDED, Fence.WAIT_NEAR_ENDED,
+}  # fmt: skip
+DIRECT = {
+    Fence.RECORD_LANDING_READ, Fence.WAIT_LANDING_READ, Fence.RECORD_CHECKED, Fence.WAIT_CHECKED,
 }  # fmt: skip
 FEW_FENCES = {
     Fence.RECORD_QUERY, Fence.WAIT_QUERY, Fence.RECORD_QUERY_DOWN, Fence.WAIT_QUERY_DOWN,

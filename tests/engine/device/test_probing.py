@@ -1,0 +1,173 @@
+"""The probe tells gds, compat and posix apart by what a read did, and never waits for ever."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tierd.errors import DeviceUnavailable
+from tierd_engine.device import probing
+from tierd_engine.device.coldpath import PathKind
+from tierd_engine.device.exploring import RandomChooser
+from tierd_engine.device.fake import FakeDevice
+from tierd_engine.device.fakepath import FakePath, Fault
+from tierd_engine.device.kvikiopath import KvikioPath
+from tierd_engine.device.probing import ColdPaths, counted_reads, probe_folder
+
+STATS = """GDS Version: 1.11.1.6
+NVFS statistics(ver: 4.0)
+IO stats: Enabled, peer IO stats: Disabled
+Reads				: n=26 ok=24 err=2 readMiB=104 io_state_err=0
+Writes				: n=0 ok=0 err=0 writeMiB=0 io_state_err=0
+"""
+
+
+def counter() -> object:
+    numbers = itertools.count()
+    return lambda: next(numbers)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whole_bytes_that_the_driver_counted_are_gds(seed: int, tmp_path: Path) -> None:
+    device = FakeDevice(RandomChooser(seed))
+    paths = ColdPaths(device, FakePath(device), counts=counter())  # type: ignore[arg-type]
+    found = probe_folder(paths, tmp_path)
+    assert found.kind is PathKind.GDS and found.reason == ""
+    assert list(tmp_path.iterdir()) == []
+    device.check_integrity()
+    assert device.pending == 0
+
+
+@pytest.mark.parametrize(("counts", "reason"), [(lambda: 7, "none"), (lambda: None, "not loaded")])
+def test_whole_bytes_that_nobody_counted_are_compat_and_not_used(
+    counts: object, reason: str, tmp_path: Path
+) -> None:
+    device = FakeDevice()
+    paths = ColdPaths(device, FakePath(device), counts=counts)  # type: ignore[arg-type]
+    found = probe_folder(paths, tmp_path)
+    assert found.kind is PathKind.COMPAT and reason in found.reason
+    with (tmp_path / "slab").open("wb+") as file:
+        assert paths.path_for(file.fileno()) is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [(Fault.ERROR, "input/output"), (Fault.SHORT, "were read"), (Fault.WRONG, "not the file's"),
+     (Fault.HANG, "did not end within 5 s")],
+)  # fmt: skip
+def test_each_fault_is_posix_with_its_reason(fault: Fault, reason: str, tmp_path: Path) -> None:
+    device = FakeDevice()
+    path = FakePath(device, every=fault)
+    paths = ColdPaths(device, path, counts=counter())  # type: ignore[arg-type]
+    found = probe_folder(paths, tmp_path)
+    assert found.kind is PathKind.POSIX and reason in found.reason
+    path.let_go()
+    device.check_integrity()
+
+
+def test_a_disk_is_probed_once_and_a_path_that_is_not_there_says_why(tmp_path: Path) -> None:
+    device = FakeDevice()
+    path = FakePath(device)
+    paths = ColdPaths(device, path, counts=counter())  # type: ignore[arg-type]
+    probe_folder(paths, tmp_path)
+    probe_folder(paths, tmp_path)
+    assert path.started == 1 and len(paths.figures()) == 1
+    assert paths.figures()[0]["kind"] == "gds"
+    none = ColdPaths(device, None, "kvikio cannot be used: no module")
+    assert probe_folder(none, tmp_path).reason == "kvikio cannot be used: no module"
+
+
+def test_the_drivers_counts_are_read_or_absent(tmp_path: Path) -> None:
+    stats = tmp_path / "stats"
+    assert counted_reads(stats) is None
+    stats.write_text(STATS)
+    assert counted_reads(stats) == 24
+    stats.write_text("Reads				: err=0 io_state_err=0\n")
+    assert counted_reads(stats) is None
+
+
+class FakeCuFile:
+    """kvikio's file, on the host: reads at once, as many bytes as `give` lets it."""
+
+    gate = threading.Event()
+    short = 0
+    error: type[Exception] | None = None
+
+    def __init__(self, path: str, flags: str) -> None:
+        self.fd = os.open(path, os.O_RDONLY)
+
+    def pread(self, target: torch.Tensor, size: int, file_offset: int) -> FakeCuFile:
+        if FakeCuFile.error is not None:
+            raise FakeCuFile.error("cuFile failed")
+        data = os.pread(self.fd, size, file_offset)
+        target.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self.got = len(data) - FakeCuFile.short
+        return self
+
+    def get(self) -> int:
+        FakeCuFile.gate.wait(10)
+        return self.got
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+@pytest.fixture
+def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """A stand-in for kvikio's module; yields what was set in its defaults."""
+    settings: dict[str, int] = {}
+    module = types.ModuleType("kvikio")
+    module.CuFile = FakeCuFile  # type: ignore[attr-defined]
+    defaults = types.SimpleNamespace(set=settings.__setitem__)
+    module.defaults = defaults  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvikio", module)
+    monkeypatch.setitem(sys.modules, "kvikio.defaults", defaults)  # type: ignore[arg-type]
+    FakeCuFile.gate.set()
+    FakeCuFile.short, FakeCuFile.error = 0, None
+    yield settings
+    FakeCuFile.gate.set()
+
+
+def test_kvikios_calls_read_an_open_file_by_its_descriptor(
+    kvikio: dict[str, int], tmp_path: Path
+) -> None:
+    (tmp_path / "slab").write_bytes(bytes(range(256)) * 64)
+    fd = os.open(tmp_path / "slab", os.O_RDONLY)
+    (tmp_path / "slab").unlink()  # its name does not matter
+    path = KvikioPath()
+    assert kvikio == {"gds_threshold": 4096, "num_threads": 8}
+    target = torch.zeros(4096, dtype=torch.uint8)
+    read = path.start(fd, 8192, target)
+    assert read.wait(10) and read.error == ""
+    assert bytes(target.numpy()) == bytes(range(256)) * 16
+    FakeCuFile.short = 1
+    read = path.start(fd, 0, target)
+    assert read.wait(10) and read.error == "direct read: 4095 of 4096 bytes were read"
+    FakeCuFile.error = RuntimeError
+    read = path.start(fd, 0, target)
+    assert read.wait(10) and read.error == "direct read: cuFile failed"
+    read = path.start(9999, 0, target)
+    assert read.wait(10) and "Bad file descriptor" in read.error
+    FakeCuFile.error = None
+    FakeCuFile.gate.clear()
+    assert not path.start(fd, 0, target).wait(0.02)
+    path.close()
+    os.close(fd)
+
+
+def test_kvikio_that_is_not_there_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    with pytest.raises(DeviceUnavailable, match="kvikio cannot be used"):
+        KvikioPath()
+
+
+def test_the_probes_time_has_its_bound() -> None:
+    assert probing.PROBE_SECONDS <= 5
