@@ -47,7 +47,7 @@ from tierd.lanes import ThreadLanes
 from tierd.logs import new_log
 from tierd.memory.slabmemory import MemfdBacking
 from tierd.metrics import Metrics
-from tierd.mover import Mover
+from tierd.mover import Mover, Troubles
 from tierd.pools import TierParts
 from tierd.rpcserver import RpcServer
 from tierd.store import Store
@@ -85,6 +85,12 @@ class Daemon:
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
 
+    def _log_troubles(self, before: Troubles, now: Troubles) -> None:
+        for what in now.keys() - before.keys():
+            self.log.warning("trouble", what=what, why=now[what])
+        for what in before.keys() - now.keys():
+            self.log.info("trouble is over", what=what)
+
     async def _start(self) -> None:
         config = self.config
         check_memory(config)
@@ -96,6 +102,7 @@ class Daemon:
         self.store = self._open_store(disk)
         self._stack.callback(self.store.close)
         self.mover = Mover(self.store, ThreadLanes())
+        self.mover.on_troubles = self._log_troubles
         mover_task = asyncio.create_task(self._run_mover(), name="tierd-mover")
         self._stack.push_async_callback(self._stop_mover, mover_task)
         # The bootstrap socket is bound first: it is what refuses a second daemon at one path.

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from tierd.carry import Batch
@@ -47,6 +47,8 @@ from tierd.store import Store
 from tierd.types import CodecId, PageKey, SessionState, Tier
 from tierd.units import format_size
 from tierd.waiters import PARK_SECONDS_MAX, ParkWaiter, PromotionWaiter, RoomWaiter, Waiters
+
+Troubles = Mapping[str, str]  # what fails just now, and why
 
 TICK_SECONDS = 0.05
 # 64 MiB/s is the slowest disk we promise for: a batch takes 1/16 s there, so that a
@@ -73,6 +75,7 @@ class Mover:
         self._waiters = Waiters(store)
         self._bytes_per_second = float(SLOWEST_BYTES_PER_SECOND)
         self._retry_at_seconds = float("-inf")
+        self.on_troubles: Callable[[Troubles, Troubles], None] = lambda before, now: None
         self._wake = asyncio.Event()
         self._stopping = False
         self._flusher = Flusher(store.ledger, store.placement.cold_files, lanes, self.wake)
@@ -446,7 +449,10 @@ class Mover:
             "snapshot": self._flusher.snapshot_error,
             "manifest": self._flusher.manifest_error,
         }
-        self._store.troubles = {what: why for what, why in found.items() if why}
+        troubles = {what: why for what, why in found.items() if why}
+        if troubles != self._store.troubles:
+            self.on_troubles(self._store.troubles, troubles)
+            self._store.troubles = troubles
 
     def _settle(self, group: Group) -> None:
         """Publish what a flush made findable, or leave it where it was."""

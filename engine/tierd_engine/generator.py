@@ -41,8 +41,16 @@ class Generator:
         self.recomputed_tokens = 0
 
     def resume(self, token_ids: list[int], sealed_blocks: int) -> None:
-        """Take over a resumed session; what lies past its sealed blocks is recomputed by `feed`."""
+        """Take over a resumed session; what lies past its sealed blocks is recomputed by `feed`.
+
+        Blocks that were sealed when it was suspended and are not there any more count as lost.
+        """
         self.kv.adopt(sealed_blocks)
+        block_tokens = self.kv.geometry.block_tokens
+        held = max(0, len(token_ids) - 1)  # the newest token was answered, and not yet read
+        lost = range(sealed_blocks, held // block_tokens)
+        self.losses.update(lost)
+        self.recomputed_tokens += len(lost) * block_tokens
         self.token_ids = list(token_ids)
 
     def feed(

@@ -42,7 +42,7 @@ def test_what_is_no_codec_is_refused_before_anything_starts(
 def test_the_report_says_which_layers_got_what_and_why(world: Any, tierd: Any) -> None:
     world.report["guard"] = GUARD
     out = tierd("demo").out
-    assert "output errs 3.0e-01; 2.0e-02 is allowed (12.3 ms)" in out
+    assert "output would err 3.0e-01; 2.0e-02 is allowed (12.3 ms)" in out
     assert "int4 to int8" in out and "layers 1, 2: int4 errs up to 5.0e-01" in out
     assert "not followed" not in out
     world.report["guard"] = {**GUARD, "followed": False}

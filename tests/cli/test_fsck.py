@@ -79,7 +79,7 @@ def test_a_lost_index_is_rebuilt_from_slots_and_what_is_kept(tierd: Any, kept: P
     lines = outcome.out.splitlines()
     for session in SESSIONS:
         assert f"mended: session {session:016x}: taken up from its manifest" in lines
-    assert lines[-1] == "damage was found, and mended, nothing lost"
+    assert lines[-1] == "damage was found, and mended; 1 sessions may be lost, named above"
     assert any("sessions" in line and line.split()[-1] == "2" for line in lines)
     assert tierd("fsck", str(kept)).out.splitlines()[-1] == "clean"
 
@@ -97,6 +97,16 @@ def test_what_is_lost_is_named_by_session_and_token_in_both_forms(tierd: Any, ke
     assert tierd("fsck", str(kept)).code == 0
 
 
+def test_where_every_record_is_lost_what_may_be_lost_is_named(tierd: Any, kept: Path) -> None:
+    for manifest in (kept / "kept").iterdir():
+        manifest.unlink()
+    outcome = tierd("fsck", str(kept), "--rebuild")
+    assert outcome.code == 1 and "nothing lost" not in outcome.out
+    for session in SESSIONS:
+        assert f"lost?: session {session:016x}" in outcome.out
+    assert tierd("fsck", str(kept)).code == 0
+
+
 def test_a_session_cut_at_a_damaged_page_is_mended_and_named(tierd: Any, kept: Path) -> None:
     flip(kept / "slab" / "00000001", 3 * SLOT_BYTES + 5000)
     outcome = tierd("fsck", str(kept), "--rebuild")
@@ -104,7 +114,8 @@ def test_a_session_cut_at_a_damaged_page_is_mended_and_named(tierd: Any, kept: P
     assert "lost: session 0000000000000007: its KV from token 16 on" in outcome.out
     assert "mended: 1 damaged pages: dropped" in outcome.out
     assert outcome.out.splitlines()[-1] == (
-        "damage was found, and mended; 1 sessions lost KV, named above"
+        "damage was found, and mended; 1 sessions lost KV, named above; "
+        "1 sessions may be lost, named above"
     )
 
 

@@ -78,10 +78,10 @@ def _verdict(report: FsckReport) -> str:
         return "damage was found"
     if not report.sound:
         return "damage was found, and not all of it is mended"
-    lost = (
-        f"; {len(report.lost)} sessions lost KV, named above" if report.lost else ", nothing lost"
-    )
-    return f"damage was found, and mended{lost}"
+    lost = f"; {len(report.lost)} sessions lost KV, named above" if report.lost else ""
+    if report.strays:
+        lost += f"; {len(report.strays)} sessions may be lost, named above"
+    return f"damage was found, and mended{lost or ', nothing lost'}"
 
 
 def _findings(report: FsckReport) -> list[list[str]]:
@@ -101,8 +101,8 @@ def _findings(report: FsckReport) -> list[list[str]]:
         for number in report.unresumable
     ]
     strays = [
-        f"note: session {number:016x}: {slots:,d} slots hold pages that may have been its; no "
-        "record says that it was kept"
+        f"lost?: session {number:016x}: {slots:,d} slots hold pages of it, and no record is left "
+        "that says whether it was kept; if it was, it is lost, and nothing can resume it"
         for number, slots in report.strays
     ]
     return [

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tierd.cli import checks, exits, interrupts
 from tierd.cli.report import print_report
-from tierd.cli.streams import require_stdout
+from tierd.cli.streams import require_stdout, warn
 from tierd.cli.terminal import JobDisplay, hush_libraries, print_json
 from tierd.errors import InvalidArgument, StorageError, StorageFull
 from tierd.units import format_size
@@ -86,13 +86,19 @@ def run_job_command(
         hot_bytes = job.sizes.hot_bytes if job.device == "cpu" else 0
         with _daemon_for(placement, job.sizes, hot_bytes) as socket:
             report = run_job(job, socket=socket, events=events).to_dict()
-        if job.spec.keeps:
-            events.note(f"session {report['session']['id']} is kept; ask more with --resume")
+        if job.spec.keeps and not quiet:
+            events.note(_kept(report))
+    if job.spec.keeps and display.quiet and not display.as_json:
+        warn(_kept(report))  # nothing else says how to go on with it
     if display.as_json:
         print_json(report)
     elif not display.quiet:
         print_report(report)
     return exits.DEGRADED if report.get("degraded") else 0
+
+
+def _kept(report: Mapping[str, Any]) -> str:
+    return f"session {report['session']['id']} is kept; ask more with --resume"
 
 
 @contextlib.contextmanager

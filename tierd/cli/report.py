@@ -79,7 +79,7 @@ def _guard_rows(guard: Section) -> Iterator[tuple[str, str]]:
     if measured:
         error, budget = figure(guard.get("error"), ".1e"), figure(guard.get("budget"), ".1e")
         took = figure(1000 * guard.get("seconds", 0.0), ".1f", " ms")
-        verdict = f"attention's output errs {error}; {budget} is allowed ({took})"
+        verdict = f"attention's output would err {error}; {budget} is allowed ({took})"
     else:
         verdict = str(guard.get("source", "-"))
     yield "quality guard", verdict

@@ -87,8 +87,13 @@ class FsckReport:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is wrong now: all was clean, or all that was kept is mended."""
-        return self.clean or (self.rebuilt and not self.left and not self.unresumable)
+        """Whether nothing is wrong now: all was clean, or all that was kept is mended.
+
+        Where no session is left and slots name some, one of these may have been kept.
+        """
+        all_strays = bool(self.strays) and not self.sessions
+        mended = self.rebuilt and not (self.left or self.unresumable or all_strays)
+        return self.clean or mended
 
 
 def check(disk: DiskPort, clock: Clock) -> FsckReport:

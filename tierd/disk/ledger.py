@@ -307,7 +307,10 @@ class Ledger:
         if self._failed:
             raise StorageError(f"the ledger is read-only: {self._failed}")
         if self._waiting:
-            raise StorageFull(f"the disk is full, and nothing is written before: {self._waiting}")
+            raise StorageFull(
+                "the disk is full: the cold tier is read-only until there is space for "
+                f"{self._waiting}"
+            )
 
     @property
     def dirty(self) -> bool:
