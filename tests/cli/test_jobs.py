@@ -110,11 +110,6 @@ def test_text_that_ends_without_a_newline_gets_one_before_the_tables(
     assert tierd("demo", "--quiet").out == "It asserts.\nAnd more\n"
 
 
-def test_a_degraded_job_exits_4(tierd: Any, world: Any) -> None:
-    world.report["degraded"] = ["the daemon died"]
-    assert tierd("demo").code == 4
-
-
 def test_generate_passes_the_document_whole(tierd: Any, world: Any, tmp_path: Path) -> None:
     outcome = tierd(
         "generate", "--model", "dir", "--document", document(tmp_path), "--prompt", "Why?",
