@@ -56,8 +56,8 @@ def test_demotion_with_tritons_encoder_gives_the_cpus_bytes() -> None:
     warm, expected = Slots(layout, 6), Slots(layout, 6)
     slots, own_slots = write_blocks(arena, 1), write_blocks(own, 1)
     arena.write(slots[0], 0, 2, *torch.full((2, 1, 1, 16), float("inf")))
-    status = encoder.encode(addresses(arena, slots), targets(warm), layout)
-    assert status.tolist() == [1, 0, 0, 0, 0, 0]
+    encoded = encoder.encode(addresses(arena, slots), targets(warm), layout)
+    assert encoded.status.tolist() == [1, 0, 0, 0, 0, 0]
     encode_pages(addresses(own, own_slots), targets(expected), layout)
     for page in range(1, 6):
         np.testing.assert_array_equal(warm.payload(page), expected.payload(page))
