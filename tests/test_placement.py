@@ -107,6 +107,15 @@ def test_a_suspended_session_with_a_damaged_page_keeps_the_prefix_before_it(rig)
     assert rig.store.resume_session(1, session.number, INT8, 1024).sealed_blocks == 2
 
 
+def test_a_page_named_twice_in_one_batch_is_a_bug(rig):
+    session = rig.session()
+    rig.demote(session, [1])
+    with pytest.raises(AssertionError, match="named twice"):
+        rig.store.traffic.begin_moves(2 * keys_of(session), Tier.COLD)
+    assert not rig.store.placement.moving
+    rig.store.check_integrity()
+
+
 def test_what_has_no_room_below_stays_where_it_is():
     rig = Rig(cold_bytes=INT8_SLOT)
     rig.engine(1)

@@ -320,6 +320,7 @@ class Placement:
         Raises TierFull or StorageError when a slab that the budget allows cannot be made
         and nothing could be begun.
         """
+        assert len({key for _, key in pages}) == len(pages), "a page is named twice"
         moves: list[Move] = []
         found = [(session, key, self._movable(session, key, to)) for session, key in pages]
         for _, run in groupby(found, lambda item: pool_key((item[0], item[2].place))):
