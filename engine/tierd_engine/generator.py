@@ -38,6 +38,7 @@ class Generator:
         self.kv = kv
         self.token_ids: list[int] = []
         self.losses: Counter[int] = Counter()
+        self.lost_before = 0  # blocks of a resumed session that were gone when it came
         self.recomputed_tokens = 0
 
     def resume(self, token_ids: list[int], sealed_blocks: int) -> None:
@@ -49,7 +50,7 @@ class Generator:
         block_tokens = self.kv.geometry.block_tokens
         held = max(0, len(token_ids) - 1)  # the newest token was answered, and not yet read
         lost = range(sealed_blocks, held // block_tokens)
-        self.losses.update(lost)
+        self.lost_before = len(lost)
         self.recomputed_tokens += len(lost) * block_tokens
         self.token_ids = list(token_ids)
 

@@ -92,7 +92,7 @@ def build_report(
         "guard": guard_section(kv.guard, followed=not kv.agent.codecs_refused),
         "checks": {
             "digests_verified": kv.workings.cold_pages_verified,
-            "damaged_or_lost_blocks": sum(generator.losses.values()),
+            "damaged_or_lost_blocks": generator.lost_before + sum(generator.losses.values()),
             "recomputed_tokens": generator.recomputed_tokens,
             "raw_fallback_blocks": kv.agent.raw_fallback_blocks,
             "integrity": True,

@@ -174,9 +174,13 @@ def test_a_session_that_lost_a_page_meanwhile_is_kept_up_to_it(
     (after,) = rows(daemon.socket)
     assert (after["state"], after["tokens"]) == ("suspended", before["tokens"])
     assert after["sealed_blocks"] == 5
-    assert run(next_question(spec, session), daemon.socket)["text"] == run_fresh_copy(
-        spec, daemon, drop=False
-    )
+    resumed = run(next_question(spec, session), daemon.socket)
+    lost = before["sealed_blocks"] - 5
+    assert lost > 0 and resumed["checks"]["damaged_or_lost_blocks"] == lost
+    assert resumed["checks"]["recomputed_tokens"] == lost * 16
+    assert resumed["text"] == run_fresh_copy(spec, daemon, drop=False)
+    again = run(next_question(spec, session), daemon.socket)
+    assert again["checks"]["damaged_or_lost_blocks"] == 0 == again["checks"]["recomputed_tokens"]
 
 
 def test_a_session_of_another_dtype_is_resumed_in_its_own(
