@@ -17,8 +17,8 @@ from typing import Any
 from numba import njit
 
 KERNEL_SOURCES = (
-    "atomics.py", "compiling.py", "fourbit.py", "kernel.py", "merging.py", "product.py", "simd.py",
-    "team.py", "tile.py",
+    "atomics.py", "compiling.py", "fourbit.py", "kernel.py", "layercall.py", "merging.py",
+    "product.py", "simd.py", "team.py", "tile.py", "writing.py",
 )  # fmt: skip
 
 # A step is compiled into a kernel and never called from Python: it needs no wrappers.

@@ -413,6 +413,34 @@ def exp2(typingctx: Any, vector: Any) -> Any:
     return vector(vector), codegen
 
 
+@intrinsic
+def _store_bfloat16(typingctx: Any, value: Any, address: Any) -> Any:
+    """Write a float32, rounded to nearest even, as bfloat16; NaN stays NaN."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word, half = ir.IntType(32), ir.IntType(16)
+        bits = builder.bitcast(args[0], word)
+        upper = builder.lshr(bits, ir.Constant(word, 16))
+        odd = builder.and_(upper, ir.Constant(word, 1))
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))
+        quiet = builder.or_(upper, ir.Constant(word, 0x40))
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+        upper = builder.select(is_nan, quiet, builder.lshr(rounded, ir.Constant(word, 16)))
+        builder.store(builder.trunc(upper, half), pointer_to(builder, args[1], half), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.float32, types.int64), codegen
+
+
+@step
+def store_rounded(kind: Any, value: Any, address: Any) -> None:
+    """Write a float32 as an element of `kind`: BFLOAT16 or FLOAT32."""
+    if number(kind) == BFLOAT16:
+        _store_bfloat16(value, address)
+    else:
+        store_scalar(value, address)
+
+
 @step
 def load_narrow(kind: Any, address: Any, count: Any) -> Any:
     """NARROW elements at `address`; only the first `count` if there are fewer, then zeros."""
