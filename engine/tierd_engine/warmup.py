@@ -42,6 +42,6 @@ def warm_up(
         decode_pages(targets, layout, staging.keys_array, staging.values_array, 0)
         prepare(layout, heads)
     prepare_writes()
-    for kind in (FLOAT32, BFLOAT16):
-        prepare_calls(kind)
+    for element in (FLOAT32, BFLOAT16):
+        prepare_calls(element)
     merge_partials(q[None], lse[None], np.empty_like(q), np.empty_like(lse))

@@ -112,7 +112,7 @@ def attend_pages(
     first = last = 0
     if first_position is not None and query_positions is not None:
         assert first_position.shape == (pages,) and query_positions.shape == (n,)
-        first, last = address_of(first_position, _I64), address_of(query_positions, _I64)
+        first, last = _checked(first_position, _I64), _checked(query_positions, _I64)
     else:
         assert first_position is query_positions is None
     if pages * n == 0:
@@ -121,8 +121,8 @@ def attend_pages(
     job = _workspace.job_for(layout, heads, n)
     _workspace.claimed[0] = 0
     job.call_fields[:] = (
-        address_of(q, _F32), address_of(addresses, _I64), address_of(tokens, _I32), first, last,
-        address_of(out, _F32), address_of(lse, _F32),
+        _checked(q, _F32), _checked(addresses, _I64), _checked(tokens, _I32), first, last,
+        _checked(out, _F32), _checked(lse, _F32),
         _workspace.scratch_address(workers * job.scratch_bytes), _workspace.claimed_address,
         # Whole pages are claimed while there are many: eight a worker even out a noisy machine.
         pages, layout.kv_heads if pages >= 8 * workers else 1,
@@ -132,7 +132,7 @@ def attend_pages(
     run_team(job.work_address, job.address, workers, reads)
 
 
-def address_of(array: npt.NDArray[Any], dtype: npt.DTypeLike) -> int:
+def _checked(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> int:
     """Return the address of an array that compiled code may take as `dtype`, contiguous."""
     assert array.dtype == dtype and array.flags.c_contiguous
     return _address(array)
@@ -178,6 +178,6 @@ def merge_partials(
     assert lse.shape == (parts, n, heads)
     assert out_o.shape == (n, heads, head_dim) and out_lse.shape == (n, heads)
     merge_function()(
-        address_of(o, _F32), address_of(lse, _F32), address_of(out_o, _F32), address_of(out_lse, _F32),
+        _checked(o, _F32), _checked(lse, _F32), _checked(out_o, _F32), _checked(out_lse, _F32),
         _workspace.scratch_address(MERGE_SCRATCH_BYTES), parts, n * heads, head_dim,
     )  # fmt: skip

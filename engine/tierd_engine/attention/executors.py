@@ -163,9 +163,7 @@ class Executors:
         o, lse = self._scratch(plan.parts_max, n)
         below = plan.layers[layer]
         causal = (plan.hot_first, self._positions[:n]) if n > 1 else None
-        segments = [
-            Segment(self.arena.layout, plan.hot_addresses[layer], self._hot_tokens, causal)
-        ]
+        segments = [Segment(self.arena.layout, plan.hot_addresses[layer], self._hot_tokens, causal)]
         if mode is not PlanMode.STREAM:
             segments += [Segment(run.layout, run.addresses, run.tokens) for run in below.warm]
         merges = not below.cold and (mode is not PlanMode.STREAM or not below.warm)

@@ -114,9 +114,7 @@ _LAYOUT_FIELDS = (
 _TOPS, _TOTALS = 32, 48  # stats: eight floats of initial, four each of top and total
 
 
-def make_job(
-    layout: PageLayout, heads: int, n: int, q_kind: int = FLOAT32
-) -> npt.NDArray[np.void]:
+def make_job(layout: PageLayout, heads: int, n: int, q_kind: int = FLOAT32) -> npt.NDArray[np.void]:
     """Return a [1] array of JOB for n queries, filled in but for CALL_FIELDS and scale.
 
     `q_kind`: of the queries' elements, FLOAT32 or BFLOAT16.

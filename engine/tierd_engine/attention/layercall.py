@@ -153,12 +153,15 @@ class LayerCall:
             run_team(self._work, self._address, workers, self._reads)
 
 
-def _fill(
-    job: Any, segment: Segment, o: Float32Array, lse: Float32Array, threads: int
-) -> None:
+def _fill(job: Any, segment: Segment, o: Float32Array, lse: Float32Array, threads: int) -> None:
     """Fill in the fields of a call that `LayerCall` runs, but those of a run."""
     pages = len(segment.addresses)
-    arrays = {"addresses": segment.addresses, "tokens": segment.tokens, "out": o, "lse": lse}
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "addresses": segment.addresses,
+        "tokens": segment.tokens,
+        "out": o,
+        "lse": lse,
+    }
     if segment.causal is not None:
         arrays["first"], arrays["last"] = segment.causal
     for name, array in arrays.items():
