@@ -17,7 +17,7 @@ ROPE_KINDS = ("linear", "yarn")
 DAY_SECONDS = 86400.0  # a wait that is longer is a slip of the pen
 _NEVER_EMPTY = ("--hot",)  # warm may be, beside a hot tier that holds all
 # A file of the driver is there from the moment it is loaded: no CUDA library need be.
-_GPU_PATHS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
+_GPU_PATHS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvmap", "/dev/dxg")
 
 
 def named(option: str, value: str | None) -> str | None:
