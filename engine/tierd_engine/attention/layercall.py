@@ -30,7 +30,6 @@ from tierd.units import CACHE_LINE_BYTES, round_up
 from tierd_engine.attention import kernel
 from tierd_engine.attention.atomics import add_word, store_word
 from tierd_engine.attention.compiling import compile_cached
-from tierd_engine.attention.cpu import work_of
 from tierd_engine.attention.merging import MERGE_SCRATCH_BYTES, merge_rows
 from tierd_engine.attention.simd import (
     ConstType,
@@ -40,6 +39,7 @@ from tierd_engine.attention.simd import (
     store_rounded,
 )
 from tierd_engine.attention.team import Reads, call_work, run_team, workers_for
+from tierd_engine.attention.works import work_of
 
 IntArray = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
