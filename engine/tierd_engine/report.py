@@ -130,6 +130,7 @@ def _tier_sections(
             **asdict(tiers[Tier.COLD]),
             "budget_bytes": daemon["tiers"]["cold"]["capacity_bytes"],
             "promotions": _moved(job, stats, "promotions"),
+            "written": kv.workings.cold_writer.figures(),
             "device": daemon["tiers"]["cold"].get("device", ""),
             "bytes_read": kv.workings.cold_bytes_read,
         },
