@@ -136,7 +136,7 @@ class ColdWriter:
     ) -> None:
         geometry = handle.namespace.geometry
         self._client, self._handle, self._write = client, handle, write
-        largest = max(page_layout(geometry, codec).slot_bytes for codec in _codecs())
+        largest = page_layout(geometry, CodecId.RAW).slot_bytes
         self._chunk_bytes = round_up(max(chunk_bytes, largest), SECTOR_BYTES)
         self._make_staging = staging
         self._staging: Staging | None = None  # made with the threads, at the first cold demotion
@@ -366,10 +366,6 @@ class ColdWriter:
     def check_integrity(self) -> None:
         """Raise AssertionError if a write is under way between two demotions."""
         assert self.given_up or self._writes == [None] * CHUNKS, f"{self._writes=}"
-
-
-def _codecs() -> Iterator[CodecId]:
-    return (codec for codec in CodecId if codec is not CodecId.NONE)
 
 
 def _open_again(slab: MappedSlab) -> int:
