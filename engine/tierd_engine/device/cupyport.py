@@ -119,7 +119,8 @@ class CupyDevice:
         with _failing(f"stream {name}"):
             # One of 32 that torch keeps of each priority, all non-blocking, in turn: a session
             # has five, so none of its own is another of them.
-            twin = torch.cuda.Stream(self.torch_device, priority=_URGENT if urgent else 0)
+            make: Any = torch.cuda.Stream  # it has no types
+            twin = make(self.torch_device, priority=_URGENT if urgent else 0)
         return CudaStream(name, twin.cuda_stream, twin)
 
     def new_event(self, name: str) -> CudaEvent:
