@@ -182,7 +182,9 @@ class DeviceExecutors:
         query: [heads, n, head_dim] on the device. `keys`, `values`: in the arena already.
         """
         step, clock = self._current(), self._clock
+        query = query.reshape(query.shape[-3:])
         if clock.n > FEW_QUERIES_MAX:
+            keys, values = (part.reshape(part.shape[-3:]) for part in (keys, values))
             out = self._prefill.attend(query, keys, values, self._runs(layer, step), scale)
             self._device.follow(self._device.compute)
             return out
