@@ -193,6 +193,10 @@ class TransferAgent:
                     loan, demotion, source, self._encode_pages, self._require_encoded
                 )
                 self._session.commit(demotion, *written)
+                codecs, pages = np.unique(demotion.codec, return_counts=True)
+                for codec, count in zip(codecs.tolist(), pages.tolist(), strict=True):
+                    layout = page_layout(self._geometry, CodecId(codec))
+                    self.encoded_bytes += count * layout.payload_bytes
         except (StorageError, StaleGeneration, DeadlineExceeded) as error:
             cold.failed()
             if self._has_ended(demotion):
