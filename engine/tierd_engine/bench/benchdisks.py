@@ -61,22 +61,23 @@ class SteadyDisk(CountingDisk):
             kept = self._spare.pop() if self._spare else bytearray(HEADER_BYTES)
             kept[:] = header
             of_file[place] = kept
-        self._answer(buffers)
+        self.answer(sum(map(len, buffers)))
 
     def scatter(self, handle: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Give the headers back: a buffer is a slot."""
         self.count(buffers)
         for place, slot in enumerate(buffers, offset // self._slot_bytes):
             slot[:HEADER_BYTES] = self._headers[handle][place]
-        self._answer(buffers)
+        self.answer(sum(map(len, buffers)))
 
     def delete(self, handle: int) -> None:
         """Remove a file."""
         self._spare.extend(self._headers.pop(handle, {}).values())
         super().delete(handle)
 
-    def _answer(self, buffers: Sequence[memoryview]) -> None:
-        seconds = sum(map(len, buffers)) * self._seconds_per_byte
+    def answer(self, size_bytes: int) -> None:
+        """Return when an I/O of so many bytes, begun now, is done."""
+        seconds = size_bytes * self._seconds_per_byte
         with self._mutex:
             end = max(self._ends[0], time.perf_counter()) + seconds
             heapq.heapreplace(self._ends, end)

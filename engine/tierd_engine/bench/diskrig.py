@@ -14,6 +14,7 @@ import xxhash
 from tierd.carry import Batch
 from tierd.clock import SystemClock
 from tierd.codec.layout import HEADER_BYTES, page_layout
+from tierd.disk.headerrows import place_rows
 from tierd.disk.slabfiles import SlabFiles
 from tierd.disk.volatile import VolatileLedger
 from tierd.lanes import ThreadLanes
@@ -24,11 +25,24 @@ from tierd.mover import BATCH_BYTES
 from tierd.pools import TierParts
 from tierd.sessions import Session
 from tierd.store import Store
-from tierd.types import CodecId, Geometry, Namespace, PageKey, Tier
+from tierd.types import CodecId, DType, Geometry, Namespace, PageKey, Tier
 from tierd_engine.bench.benchdisks import CountingDisk
 
+# Llama-3.1-8B and SmolLM2-135M: int8 pages of 516 KiB and 103 KiB and a header.
+GEOMETRIES = {
+    "8b": Geometry(32, kv_heads=8, head_dim=128, dtype=DType.BFLOAT16, block_tokens=256),
+    "135m": Geometry(30, kv_heads=3, head_dim=64, dtype=DType.BFLOAT16, block_tokens=256),
+}
 _ENGINE = 1
 _TEMPLATES = 8
+
+
+class UncheckedBatch(Batch):
+    """Carries pages without looking at their bytes, to tell what looking costs."""
+
+    def _unsound(self, first: int, end: int) -> set[int]:
+        place_rows(self._rows[first:end], [move.destination for move in self.moves[first:end]])
+        return set()
 
 
 class DiskRig:
@@ -82,25 +96,30 @@ class DiskRig:
         """Carry all pages of a session to a tier, in such batches; return bytes per second."""
         source = Tier.WARM if to is Tier.COLD else Tier.COLD
         keys = self.store.traffic.pages_in(source, session, session.index.blocks_in(source))
+        assert len(keys) * self.layout.slot_bytes == self.total_bytes
         lanes = ThreadLanes()
-        landed: asyncio.Queue[Batch] = asyncio.Queue()
-        start = time.perf_counter()
-        flying, settled = 0, 0
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         batches = self._batches(keys, to, kind)
-        batch = next(batches, None)
-        while batch is not None or flying:
-            while batch is not None and lanes.free():
-                lanes.begin(batch.carry, partial(landed.put_nowait, batch))
-                flying += 1
-                batch = next(batches, None)
-            done = await landed.get()
-            flying -= 1
-            settled += len(done.moves)
-            assert not any(done.errors), done.errors
-            self.store.traffic.finish(done.moves)
+        left = len(keys)
+        start = time.perf_counter()
+
+        def begin() -> None:
+            while lanes.free() and (batch := next(batches, None)) is not None:
+                lanes.begin(batch.carry, partial(land, batch))
+
+        def land(batch: Batch) -> None:
+            nonlocal left
+            begin()  # first: a lane waits
+            assert not any(batch.errors), batch.errors
+            self.store.traffic.finish(batch.moves)
+            left -= len(batch.moves)
+            if not left:
+                done.set_result(None)
+
+        begin()
+        await done
         seconds = time.perf_counter() - start
         lanes.stop()
-        assert settled * self.layout.slot_bytes == self.total_bytes
         self.store.reclaim()
         return self.total_bytes / seconds
 
@@ -120,3 +139,13 @@ class DiskRig:
         """Close the store and the disk."""
         self.store.close()
         self.disk.close()
+
+
+def there_and_back(rig: DiskRig, kind: type[Batch]) -> tuple[float, float]:
+    """Return the bytes per second of a spill and of its cold read, in such batches."""
+    session = rig.fill()
+    rig.allocate(session)
+    written = asyncio.run(rig.move(session, Tier.COLD, kind))
+    read = asyncio.run(rig.move(session, Tier.WARM, kind))
+    rig.drop(session)
+    return written, read
