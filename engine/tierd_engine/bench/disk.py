@@ -86,11 +86,15 @@ def _bench(folder: Path, model: str, total_bytes: int, rounds: int) -> DiskRow:
     finally:
         rig.close()
     columns = list(zip(*found, strict=True))
-    speeds = [statistics.median(column) for column in columns]
+    medians = [statistics.median(column) for column in columns]
+    spreads = [sorted(columns[number]) for number in _RATIO_COLUMNS]
     return DiskRow(
         model, rig.layout.slot_bytes, io_bytes, LANES, rig.total_bytes, rounds, limit.tool,
-        os.getloadavg()[0], *speeds, write_ratios=sorted(columns[4]), read_ratios=sorted(columns[5]),
+        os.getloadavg()[0], *medians, *spreads,
     )  # fmt: skip
+
+
+_RATIO_COLUMNS = (4, 5)  # of what `_round` returns
 
 
 def _round(rig: DiskRig, limit: Limit, *, limit_first: bool) -> tuple[float, ...]:
