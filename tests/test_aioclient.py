@@ -201,3 +201,79 @@ async def test_a_closed_client_says_so(tmp_path: Path) -> None:
 async def test_no_daemon_is_unavailable(tmp_path: Path) -> None:
     with pytest.raises(DaemonUnavailable, match=r"none\.sock"):
         await AsyncClient.connect(str(tmp_path / "none.sock"))
+
+
+@in_loop
+async def test_reads_go_on_with_the_next_daemon(tmp_path: Path) -> None:
+    config = small_config(tmp_path, warm_bytes=16 * BLOCK_BYTES)
+    async with Daemon(config) as first:
+        client = await AsyncClient.connect(first.socket)
+    async with client, Daemon(config) as second:
+        session_id = await asyncio.to_thread(suspended_session, second.socket)
+        assert client.boot_id == first.boot_id != second.boot_id
+        rows = await asyncio.gather(*(client.sessions() for _ in range(4)))
+        assert client.boot_id == second.boot_id
+        assert [row["id"] for (row,) in rows] == [session_id] * 4
+        assert (await client.stats())["clients"] == 1
+
+
+@in_loop
+async def test_a_read_waits_for_the_next_daemon_within_its_deadline(tmp_path: Path) -> None:
+    config = small_config(tmp_path, warm_bytes=16 * BLOCK_BYTES)
+    async with Daemon(config) as first:
+        client = await AsyncClient.connect(first.socket)
+    async with client:
+        reading = asyncio.create_task(client.stats())
+        with pytest.raises(TimeoutError):  # nobody is there: it waits
+            await asyncio.wait_for(asyncio.shield(reading), 0.3)
+        async with Daemon(config):
+            assert (await reading)["clients"] == 1
+
+
+@in_loop
+async def test_a_read_fails_at_its_deadline_if_no_daemon_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aioclient, "CALL_SECONDS", 0.3)
+    async with Daemon(small_config(tmp_path)) as first:
+        client = await AsyncClient.connect(first.socket)
+    async with client:
+        with pytest.raises(DaemonUnavailable, match=str(first.socket)):
+            await asyncio.wait_for(client.stats(), 5.0)
+
+
+@in_loop
+async def test_a_hint_fails_with_its_daemon_and_the_next_call_connects_anew(
+    tmp_path: Path,
+) -> None:
+    config = small_config(tmp_path, warm_bytes=16 * BLOCK_BYTES)
+    async with Daemon(config) as first:
+        session_id = await asyncio.to_thread(suspended_session, first.socket)
+        client = await AsyncClient.connect(first.socket)
+        stream_left = client.hint_stream()
+        stream = await stream_left.__aenter__()
+    async with client:
+        with pytest.raises(DaemonUnavailable):
+            await client.hint(session_id, deadline_seconds=1.0)
+        async with Daemon(config) as second:
+            session_id = await asyncio.to_thread(suspended_session, second.socket)
+            ticket = await client.hint(session_id, deadline_seconds=1.0)
+            with pytest.raises(DaemonUnavailable):
+                await stream.hint(session_id, deadline_seconds=1.0)
+            await client.cancel_hint(ticket["hint_id"])
+            async with client.hint_stream() as fresh:
+                assert (await fresh.hint(session_id, deadline_seconds=1.0))["hint_id"]
+            async for stats in client.watch(0.1):
+                assert stats["clients"] == 1
+                break
+        await stream_left.__aexit__(None, None, None)
+
+
+@in_loop
+async def test_a_closed_client_does_not_come_back(tmp_path: Path) -> None:
+    async with Daemon(small_config(tmp_path)) as daemon:
+        client = await AsyncClient.connect(daemon.socket)
+        await client.close()
+        for call in (client.stats, client.sessions):
+            with pytest.raises(DaemonUnavailable, match="closed"):
+                await call()

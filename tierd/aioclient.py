@@ -4,6 +4,8 @@ It reads and hints; sessions are opened by engines, through `tierd.client`.
 
 Invariants:
   every call has a deadline, and so has the answer to each command of a hint stream
+  after the daemon was started again a read is made anew, within its deadline; what changes
+  something is made once, and the call after a failed one connects anew
   a stream's answers find their askers by tag; when it ends, every asker is told
 """
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +36,9 @@ from tierd.rpc.handshake import TOOL, BootstrapClient
 from tierd.rpc.v1 import tierd_pb2 as pb
 from tierd.rpc.v1 import tierd_pb2_grpc as pb_grpc
 
+_AGAIN_SECONDS = 0.1  # between tries to reach the next daemon
+_LEAVING_SECONDS = 1.0  # for calls on a dead daemon's channel to end, each with its own error
+
 # A stream may be silent for an hour; whether the daemon lives is asked meanwhile.
 _KEEPALIVE = (
     ("grpc.keepalive_time_ms", 10_000),
@@ -51,14 +56,22 @@ class Settled:
 
 
 class AsyncClient:
-    """A connection to one daemon, of kind "tool". Use as an async context, in one event loop."""
+    """A connection to the daemon at a socket, of kind "tool"; to the next one when it is lost.
+
+    Use as an async context, in one event loop. Hints and streams end with their daemon.
+    """
 
     def __init__(self, bootstrap: BootstrapClient, socket: str) -> None:
         self.socket = socket
+        self._closed = False
+        self._renewing = asyncio.Lock()  # held while connecting, which has a deadline
+        keep_aio_up()
+        self._attach(bootstrap)
+
+    def _attach(self, bootstrap: BootstrapClient) -> None:
         self.boot_id = bootstrap.boot_id
         self._bootstrap = bootstrap
         self._metadata = call_metadata(bootstrap)
-        keep_aio_up()
         self._channel = grpc.aio.insecure_channel(
             bootstrap.rpc_target, options=(*CHANNEL_OPTIONS, *_KEEPALIVE)
         )
@@ -75,16 +88,17 @@ class AsyncClient:
 
     async def sessions(self) -> list[dict[str, Any]]:
         """Return a row for each session the daemon keeps, oldest first."""
-        reply = await self._call(self._sessions.List, pb.ListRequest())
+        reply = await self._read(lambda: self._sessions.List, pb.ListRequest())
         return [wire.session_info_to_dict(info) for info in reply.sessions]
 
     async def stats(self) -> dict[str, Any]:
         """Return the daemon's figures, as Client.stats."""
-        reply = await self._call(self._stats.Snapshot, pb.SnapshotRequest())
+        reply = await self._read(lambda: self._stats.Snapshot, pb.SnapshotRequest())
         return wire.snapshot_to_dict(reply)
 
     async def watch(self, interval_seconds: float) -> AsyncIterator[dict[str, Any]]:
         """Yield the figures now and at each interval, until the daemon drains."""
+        await self._renew(CALL_SECONDS)
         call = self._stats.Watch(
             pb.WatchRequest(interval_seconds=interval_seconds), metadata=self._metadata
         )
@@ -116,30 +130,70 @@ class AsyncClient:
         request = hint_request(
             session_id, deadline_seconds, first_token, last_token, confidence, priority
         )
-        return ticket_to_dict(await self._call(self._hints.Hint, request))
+        return ticket_to_dict(await self._call(lambda: self._hints.Hint, request))
 
     async def cancel_hint(self, hint_id: int) -> None:
         """Cancel a hint of this client. Raises NotFound if it is settled or unknown."""
-        await self._call(self._hints.Cancel, pb.CancelHintRequest(hint_id=hint_id))
+        await self._call(lambda: self._hints.Cancel, pb.CancelHintRequest(hint_id=hint_id))
 
     @contextlib.asynccontextmanager
     async def hint_stream(self) -> AsyncIterator[HintStream]:
         """Open a stream of hints with feedback; its hints are cancelled when it is left."""
+        await self._renew(CALL_SECONDS)
         stream = HintStream(self._hints.Stream(metadata=self._metadata), self._error)
         try:
             yield stream
         finally:
             await stream.close()
 
-    async def _call(self, method: Any, request: Any) -> Any:
+    async def _read(self, method: Callable[[], Any], request: Any) -> Any:
+        """Make a call that changes nothing: again with the next daemon, if this one is lost."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + CALL_SECONDS
+        while True:
+            try:
+                return await self._call(method, request, end - loop.time())
+            except DaemonUnavailable:
+                is_last = loop.time() + _AGAIN_SECONDS >= end
+                if is_last or self._closed or not self._bootstrap.lost:
+                    raise
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _renew(self, deadline_seconds: float) -> None:
+        """Connect to the daemon that answers now, if the last one is lost.
+
+        Raises DaemonUnavailable: nothing is changed.
+        """
+        async with self._renewing:
+            if self._closed or not self._bootstrap.lost:
+                return
+            bootstrap = await asyncio.to_thread(
+                BootstrapClient.connect, self.socket, TOOL, deadline_seconds
+            )
+            if self._closed:  # meanwhile
+                bootstrap.close()
+                return
+            lost_channel, lost_bootstrap = self._channel, self._bootstrap
+            self._attach(bootstrap)
+            lost_bootstrap.close()
+            await lost_channel.close(grace=_LEAVING_SECONDS)
+
+    async def _call(
+        self, method: Callable[[], Any], request: Any, deadline_seconds: float = CALL_SECONDS
+    ) -> Any:
+        """Make one call; `method` gives its stub, once connected."""
+        end = asyncio.get_running_loop().time() + deadline_seconds
+        await self._renew(deadline_seconds)
+        left_seconds = max(0.0, end - asyncio.get_running_loop().time())
+        boot_id = self.boot_id
         try:
-            call = method(request, timeout=CALL_SECONDS, metadata=self._metadata)
+            call = method()(request, timeout=left_seconds, metadata=self._metadata)
             reply = await call
         except grpc.RpcError as failure:
             raise self._error(failure) from None
         except grpc.aio.UsageError:
             raise DaemonUnavailable(f"this client of {self.socket} is closed") from None
-        check_boot_id(await call.trailing_metadata(), self.boot_id, self.socket)
+        check_boot_id(await call.trailing_metadata(), boot_id, self.socket)
         return reply
 
     def _error(self, failure: Any) -> TierdError:
@@ -147,6 +201,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Leave: the daemon cancels what this client hinted. Idempotent."""
+        self._closed = True
         await self._channel.close()
         self._bootstrap.close()
 

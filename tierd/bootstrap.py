@@ -271,11 +271,19 @@ def remove_stale_socket(path: str) -> None:
     raise ConfigError(f"service.socket: another daemon serves {path}")
 
 
-def _listen(path: str) -> socket.socket:
-    is_file = not path.startswith("@")
-    if is_file:
+def require_free_socket(path: str) -> None:
+    """Make the socket's folder; raise ConfigError if a daemon answers there already.
+
+    For who has long work to do before `BootstrapServer`, which asks again.
+    """
+    if not path.startswith("@"):
         make_private_folder(os.path.dirname(path) or ".")
         remove_stale_socket(path)
+
+
+def _listen(path: str) -> socket.socket:
+    is_file = not path.startswith("@")
+    require_free_socket(path)
     listener = socket.socket(
         socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
     )

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from tierd import __version__
-from tierd.bootstrap import BootstrapServer
+from tierd.bootstrap import BootstrapServer, require_free_socket
 from tierd.clock import SystemClock
 from tierd.config import DaemonConfig, check_memory
 from tierd.disk.journal import SEGMENT_BYTES
@@ -96,6 +96,7 @@ class Daemon:
         check_memory(config)
         raise_file_limit()
         self._stopping = asyncio.Event()
+        require_free_socket(self.socket)  # before a recovery, which may take long
         disk = PosixDisk(config.cold.folder, ephemeral=config.cold.ephemeral)
         self._stack.callback(disk.close)
         self.disk = disk

@@ -21,12 +21,15 @@ from tierd.codec.layout import PageLayout, page_layout
 from tierd.errors import BudgetTooSmall, HotBudgetExceeded
 from tierd.types import CodecId, DType, Geometry
 from tierd.units import format_size
+from tierd_engine.attention.writing import write_rows
 
 TORCH_DTYPES = {
     DType.FLOAT32: torch.float32,
     DType.BFLOAT16: torch.bfloat16,
     DType.FLOAT16: torch.float16,
 }
+
+FEW_TOKENS_MAX = 16  # of a decode step; for a prefill chunk PyTorch's threads are quicker
 
 
 def hot_block_bytes(geometry: Geometry) -> int:
@@ -46,6 +49,8 @@ class HotArena:
         self.geometry = geometry
         self.layout: PageLayout = page_layout(geometry, CodecId.RAW)
         self.slot_bytes = hot_block_bytes(geometry)
+        self._dtype = TORCH_DTYPES[geometry.dtype]
+        self._row_bytes = geometry.head_dim * geometry.dtype.itemsize
         self.budget_bytes = budget_bytes
         self.slot_count = min(budget_bytes // self.slot_bytes, blocks_max)
         if self.slot_count < 1:
@@ -122,10 +127,27 @@ class HotArena:
     def write(
         self, slot: int, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Write K and V, [kv_heads, n, head_dim], of a slot's tokens from `start` on."""
-        end = start + keys.shape[1]
-        self.keys[slot, layer, :, start:end] = keys
-        self.values[slot, layer, :, start:end] = values
+        """Write K and V, [kv_heads, n, head_dim], of a slot's tokens from `start` on.
+
+        A leading 1 is allowed. Of other shapes or dtypes: RuntimeError, or AssertionError.
+        """
+        shape = keys.shape
+        n = shape[-2]
+        if n <= FEW_TOKENS_MAX and self._is_plain(keys) and self._is_plain(values):
+            assert values.shape == shape and shape[-3] == self.geometry.kv_heads
+            assert shape[-1] == self.geometry.head_dim
+            assert start + n <= self.geometry.block_tokens
+            layout = self.layout
+            row = self.page_address(slot, layer) + start * self._row_bytes
+            write_rows(keys, values, row + layout.keys, row + layout.values, layout.head_bytes)
+            return
+        end = start + n
+        self.keys[slot, layer, :, start:end] = keys.reshape(shape[-3:])
+        self.values[slot, layer, :, start:end] = values.reshape(values.shape[-3:])
+
+    def _is_plain(self, part: torch.Tensor) -> bool:
+        """Return whether a part of a step can be copied row by row, byte by byte."""
+        return part.dtype is self._dtype and part.is_cpu and part.stride(-1) == 1
 
     def on_host(self, slots: dict[int, int]) -> tuple[HotArena, dict[int, int]]:
         """Return an arena in RAM that holds these blocks, and their slots there. To be read only.

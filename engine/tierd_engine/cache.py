@@ -52,7 +52,7 @@ class TierLayer(CacheLayerMixin):
             if self.kv.step_tokens:
                 self.kv.cancel()
             self.kv.begin(key_states.shape[2])
-        self.kv.append(self.layer, key_states[0], value_states[0])
+        self.kv.append(self.layer, key_states, value_states)
         _handoff.layer = self
         return key_states, value_states
 
@@ -111,7 +111,7 @@ def tier_attention(
     if attention_mask is not None or dropout:
         raise UnsupportedModel("tiers attend causally: attention masks and dropout are not taken")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    o = layer.kv.attend(layer.layer, query[0], key[0], value[0], scale)
+    o = layer.kv.attend(layer.layer, query, key, value, scale)
     if layer.layer == layer.kv.geometry.layers - 1:
         layer.kv.finish()
     return o[None], None

@@ -166,16 +166,22 @@ class SessionKV:
         self.executors.begin(self._refresh(), self._view(), self.mode)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write the step's K and V, [kv_heads, n, head_dim] in the model's dtype, into hot."""
+        """Write the step's K and V, [kv_heads, n, head_dim] in the model's dtype, into hot.
+
+        A leading 1 is allowed, here and in `attend`.
+        """
         assert self._lengths[layer] == self.position, f"layer {layer} was written already"
         tokens = self.geometry.block_tokens
-        done, n = 0, keys.shape[1]
+        done, n = 0, keys.shape[-2]
         while done < n:
             block, offset = divmod(self.position + done, tokens)
             count = min(tokens - offset, n - done)
             slot = self._hot[block]
-            part = slice(done, done + count)
-            self.arena.write(slot, layer, offset, keys[:, part], values[:, part])
+            if count < n:
+                part = slice(done, done + count)
+                self.arena.write(slot, layer, offset, keys[..., part, :], values[..., part, :])
+            else:
+                self.arena.write(slot, layer, offset, keys, values)
             done += count
         self._lengths[layer] = self.position + n
 
@@ -192,17 +198,17 @@ class SessionKV:
         query: [heads, n, head_dim]; keys, values: [kv_heads, n, head_dim], the step's own.
         """
         if self.guard is not None and self.guard.verdict is None:
-            self.guard.observe(layer, query, self.position, scale)
-        o = self.executors.attend(layer, query, keys, values, scale)
-        self._require_unreclaimed()
-        return o
+            self.guard.observe(layer, query.reshape(query.shape[-3:]), self.position, scale)
+        return self.executors.attend(layer, query, keys, values, scale)
 
     def finish(self) -> None:
         """End a step whose every layer was appended and attended.
 
-        Raises StaleGeneration if a page was given away while it was copied: `cancel`, begin again.
+        Raises StaleGeneration if a page was given away while it was read or copied: `cancel`,
+        begin again.
         """
         self.executors.finish()
+        self._require_unreclaimed()
         expected = self.position + self.step_tokens
         assert all(length == expected for length in self._lengths), self._lengths
         plan, counts = self._current_plan(), self.counts

@@ -13,6 +13,9 @@ import numpy as np
 from tierd.codec import decode_pages, digest_pages, encode_pages, page_layout
 from tierd.types import CodecId, Geometry
 from tierd_engine.attention.cpu import merge_partials, prepare
+from tierd_engine.attention.layercall import prepare_calls
+from tierd_engine.attention.simd import BFLOAT16, FLOAT32
+from tierd_engine.attention.writing import prepare_writes
 from tierd_engine.staging import DecodeStaging
 
 _ALIGN_BYTES = 4096
@@ -38,4 +41,7 @@ def warm_up(
         digest_pages(targets, layout.payload_bytes)
         decode_pages(targets, layout, staging.keys_array, staging.values_array, 0)
         prepare(layout, heads)
+    prepare_writes()
+    for element in (FLOAT32, BFLOAT16):
+        prepare_calls(element)
     merge_partials(q[None], lse[None], np.empty_like(q), np.empty_like(lse))

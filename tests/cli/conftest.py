@@ -56,7 +56,7 @@ class FakeWorld:
 
 class _Spec(SimpleNamespace):
     keep = drop = False
-    resume = None
+    resume = context_tokens = None
 
     @property
     def keeps(self) -> bool:
@@ -79,7 +79,7 @@ def _runner(world: FakeWorld) -> ModuleType:
         world.specs.append(spec)
         sizes = SimpleNamespace(
             hot_budget_bytes=1024, hot_bytes=world.hot_bytes, warm_budget_bytes=4096,
-            cold_needed_bytes=world.cold_needed_bytes,
+            cold_needed_bytes=world.cold_needed_bytes, context_tokens=300,
         )  # fmt: skip
         return SimpleNamespace(spec=spec, sizes=sizes, device=world.device)
 

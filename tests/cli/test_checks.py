@@ -35,6 +35,16 @@ def job(tmp_path: Path, *more: str) -> list[str]:
         (["--document", ""], "--document is empty"),
         (["--prompt", b"caf\xe9 au lait".decode("utf-8", "surrogateescape")],
          "--prompt is not UTF-8 text: character 4 is a stray byte"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--prompt", " \n"], "--prompt is empty"),
+        (["--hot", "0"], "--hot 0 holds nothing"),
+        (["--hot", "0%"], "--hot 0% holds nothing"),
+        (["--context", "1"], "--context"),
+        (["--context", "9" * 20], "--context"),
+        (["--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--max-new-tokens", "9" * 20], "--max-new-tokens"),
+        (["--rejoin", "25h"], "--rejoin 25h is more than 86400 s"),
+        (["--device", "cuda", "--weights", "int8"], "--weights int8 runs on the CPU"),
         (["--drop"], "--drop goes with --resume"),
         (["--keep"], "--keep and --resume need --daemon"),
     ],
@@ -142,3 +152,64 @@ def test_other_verbs_name_what_is_wrong(
     outcome = tierd(*arguments)
     assert (outcome.code, outcome.out) == (2, "")
     assert words in outcome.err and outcome.err.count("\n") == 1
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_the_engine(
+    tierd: Any, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "_GPU_PATHS", (str(tmp_path / "nvidia"),))
+    outcome = tierd(*job(tmp_path, "--device", "cuda"))
+    assert outcome.code == 2
+    assert "--device cuda: no NVIDIA driver is loaded" in outcome.err
+    assert world.models == [] and world.specs == []
+    (tmp_path / "nvidia").touch()
+    assert tierd(*job(tmp_path, "--device", "cuda")).code == 0
+
+
+def test_an_empty_document_on_stdin_is_refused(
+    tierd: Any, world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").touch()
+    with (tmp_path / "empty").open() as nothing:
+        monkeypatch.setattr("sys.stdin", nothing)
+        outcome = tierd(*job(tmp_path, "--document", "-"))
+    assert outcome.code == 2 and "document stdin is empty" in outcome.err
+    assert world.specs == []
+
+
+@pytest.mark.parametrize("verb", [["serve"], ["generate"]])
+def test_a_folder_that_takes_no_file_is_named_with_the_reason(
+    tierd: Any, world: Any, tmp_path: Path, verb: list[str]
+) -> None:
+    arguments = verb if verb == ["serve"] else job(tmp_path)
+    outcome = tierd(*arguments, "--cold-dir", "/proc")
+    assert outcome.code == 1 and outcome.err.count("\n") == 1
+    assert "cold folder /proc" in outcome.err
+    assert world.specs == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["stats", "--watch", "1e30"], "--watch"),
+        (["stats", "--watch", "nan"], "--watch"),
+        (["sessions", "--drop", ""], "--drop is empty"),
+        (["hint", "", "--deadline", "1s"], "SESSION is empty"),
+        (["hint", "ab", "--deadline", "1s", "--first-token", "9" * 20], "--first-token"),
+        (["hint", "ab", "--deadline", "1s", "--last-token", "9" * 20], "--last-token"),
+    ],
+)
+def test_odd_values_are_refused_before_a_daemon_is_asked(
+    tierd: Any, world: Any, arguments: list[str], words: str
+) -> None:
+    outcome = tierd(*arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert words in outcome.err
+    assert world.sockets == []
+
+
+def test_a_context_longer_than_the_document_is_said(tierd: Any, world: Any, tmp_path: Path) -> None:
+    outcome = tierd(*job(tmp_path, "--context", "301"))
+    assert outcome.code == 0
+    assert "--context 301 is more than there is: document and prompt are 300 tokens" in outcome.err
+    assert "more than there is" not in tierd(*job(tmp_path, "--context", "300")).err

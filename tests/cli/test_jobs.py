@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tierd.cli import checks
+
 
 def document(tmp_path: Path) -> str:
     path = tmp_path / "document.txt"
@@ -46,7 +48,10 @@ def test_the_tables_show_every_tier_and_check(tierd: Any, world: Any) -> None:
         assert shown in out, shown
 
 
-def test_the_device_is_passed_on_and_what_is_not_pinned_is_shown(tierd: Any, world: Any) -> None:
+def test_the_device_is_passed_on_and_what_is_not_pinned_is_shown(
+    tierd: Any, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "_GPU_PATHS", ("/dev/null",))
     assert tierd("demo", "--device", "cuda").code == 0
     assert world.specs[0].device == "cuda"
     assert "device" not in world.report and "pinned" not in tierd("demo").out

@@ -6,13 +6,18 @@ All raise InvalidArgument (or StorageError where a folder cannot be used), one l
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
-from tierd.errors import InvalidArgument, StorageError, TierdError
+from tierd.errors import DeviceUnavailable, InvalidArgument, StorageError, TierdError
 from tierd.types import BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN
 from tierd.units import format_size, parse_duration, parse_share, parse_size
 
 ROPE_KINDS = ("linear", "yarn")
+DAY_SECONDS = 86400.0  # a wait that is longer is a slip of the pen
+_NEVER_EMPTY = ("--hot",)  # warm may be, beside a hot tier that holds all
+# A file of the driver is there from the moment it is loaded: no CUDA library need be.
+_GPU_PATHS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvmap", "/dev/dxg")
 
 
 def named(option: str, value: str | None) -> str | None:
@@ -23,7 +28,9 @@ def named(option: str, value: str | None) -> str | None:
 
 
 def text(option: str, value: str) -> str:
-    """Return text for a model. Refuses bytes that are not UTF-8 (a shell passes them on)."""
+    """Return text for a model. Refuses none, and bytes that are not UTF-8 (a shell passes them)."""
+    if not value.strip():
+        raise InvalidArgument(f"{option} is empty: it must say something")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -38,7 +45,9 @@ def budget(option: str, value: str | None) -> str | None:
     if value is None:
         return None
     total = _memory_bytes()
-    if _share(option, value) > total:  # a percentage of nothing is nothing
+    if _share(option, value, total) == 0 and option in _NEVER_EMPTY:
+        raise InvalidArgument(f"{option} {value} holds nothing; leave it out for what works")
+    if _share(option, value, 0) > total:  # a percentage of nothing is nothing
         raise InvalidArgument(
             f"{option} {value} is more than this machine's memory, {format_size(total)}"
         )
@@ -115,11 +124,17 @@ def usable_folder(folder: Path) -> None:
         raise StorageError(f"cold folder {folder} cannot be used: {error.strerror}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise StorageError(f"cold folder {folder} is not writable")
+    try:  # what the kernel makes up, as /proc, is writable and takes no file
+        tempfile.TemporaryFile(dir=folder, prefix="tierd-").close()
+    except OSError as error:
+        raise StorageError(
+            f"cold folder {folder} cannot be used: no file can be made in it ({error.strerror})"
+        ) from None
 
 
-def _share(option: str, value: str) -> int:
+def _share(option: str, value: str, whole_bytes: int) -> int:
     try:
-        return parse_share(value, 0)
+        return parse_share(value, whole_bytes)
     except TierdError as error:
         raise InvalidArgument(f"{option}: {error}") from None
 
@@ -128,9 +143,27 @@ def _memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def duration(option: str, value: str) -> float:
+def duration(option: str, value: str, *, longest_seconds: float = DAY_SECONDS) -> float:
     """Return the seconds of "30s" or "250ms"; 0 is allowed. Raises InvalidArgument."""
     try:
-        return parse_duration(value)
+        seconds = parse_duration(value)
     except InvalidArgument as error:
         raise InvalidArgument(f"{option}: {error}") from None
+    if seconds > longest_seconds:
+        raise InvalidArgument(f"{option} {value} is more than {longest_seconds:g} s")
+    return seconds
+
+
+def device(name: str, weights: str) -> None:
+    """Refuse a GPU where no driver is loaded, and what a GPU does not do.
+
+    The engine looks more closely, once it is loaded. Raises DeviceUnavailable, InvalidArgument.
+    """
+    if name != "cuda":
+        return
+    if weights == "int8":
+        raise InvalidArgument("--weights int8 runs on the CPU: give --device cpu, or leave it out")
+    if not any(os.path.exists(path) for path in _GPU_PATHS):
+        raise DeviceUnavailable(
+            "--device cuda: no NVIDIA driver is loaded (nvidia-smi?); or give --device cpu"
+        )

@@ -19,7 +19,14 @@ DOCUMENT = "CPython's language reference"
 QUESTION = "Which statements does this text describe?"
 
 Context = Annotated[
-    int, typer.Option("--context", min=1, metavar="N", help="Tokens of the whole prompt.")
+    int,
+    typer.Option(
+        "--context",
+        min=options.CONTEXT_MIN,
+        max=options.TOKENS_MAX,
+        metavar="N",
+        help="Tokens of the whole prompt.",
+    ),
 ]
 
 
@@ -46,6 +53,7 @@ def demo(
     """SmolLM2 reads CPython's language reference and answers, its KV over three tiers."""
     checks.block_tokens(block_tokens)
     checks.rope_scaling(rope_scaling)
+    checks.device(device, weights)
 
     def make_spec() -> JobSpec:
         from tierd_engine.runner import JobSpec

@@ -31,7 +31,8 @@ Context = Annotated[
     int | None,
     typer.Option(
         "--context",
-        min=1,
+        min=options.CONTEXT_MIN,
+        max=options.TOKENS_MAX,
         metavar="N",
         help="Tokens of the whole prompt, the document cut to fit.  \\[default: all of it]",
     ),
@@ -74,6 +75,7 @@ def generate(
     checks.text("--prompt", prompt)
     checks.block_tokens(block_tokens)
     checks.rope_scaling(rope_scaling)
+    checks.device(device, weights)
     rejoin_seconds = checks.duration("--rejoin", rejoin)
     text = "" if resume is not None else _document_text(document)
 

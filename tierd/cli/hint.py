@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tierd.cli import options
+from tierd.cli import checks, options
 from tierd.cli.connection import connected
 from tierd.cli.terminal import print_json, print_table, versioned
 from tierd.errors import InvalidArgument
@@ -22,10 +22,21 @@ Session = Annotated[str, typer.Argument(metavar="SESSION", help="An id from `tie
 Deadline = Annotated[
     str, typer.Option("--deadline", metavar="DURATION", help="Needed within: 2s, 250ms.")
 ]
-First = Annotated[int, typer.Option("--first-token", min=0, metavar="N", help="From this token.")]
+First = Annotated[
+    int,
+    typer.Option(
+        "--first-token", min=0, max=options.TOKENS_MAX, metavar="N", help="From this token."
+    ),
+]
 Last = Annotated[
     int | None,
-    typer.Option("--last-token", min=0, metavar="N", help="To this one.  \\[default: all]"),
+    typer.Option(
+        "--last-token",
+        min=0,
+        max=options.TOKENS_MAX,
+        metavar="N",
+        help="To this one.  \\[default: all]",
+    ),
 ]
 Confidence = Annotated[
     float, typer.Option("--confidence", min=0.0, max=1.0, metavar="P", help="How surely.")
@@ -56,6 +67,7 @@ def hint(
 
     The hint lives as long as this command: it runs until the deadline. Ctrl-C cancels the hint.
     """
+    checks.named("SESSION", session)
     seconds = _deadline_seconds(deadline)
     if last_token is not None and last_token < first_token:
         raise InvalidArgument(f"--last-token {last_token} comes before --first-token {first_token}")

@@ -17,7 +17,7 @@ from tierd.errors import InvalidArgument, StorageError, StorageFull
 from tierd.units import format_size
 
 if TYPE_CHECKING:
-    from tierd_engine.runner import JobSpec
+    from tierd_engine.runner import JobSpec, PreparedJob
     from tierd_engine.sizing import JobSizes
 
 # As the daemon does without a cap: of the free space, the rest stays for others.
@@ -83,6 +83,9 @@ def run_job_command(
             from tierd_engine.runner import prepare_job, run_job
         events.working("reading the model and the prompt (a .gguf file is converted once)")
         job = prepare_job(make_spec(), placement.daemon)
+        short = _short_document(job)
+        if short and not quiet:
+            events.note(short)
         hot_bytes = job.sizes.hot_bytes if job.device == "cpu" else 0
         with _daemon_for(placement, job.sizes, hot_bytes) as socket:
             report = run_job(job, socket=socket, events=events).to_dict()
@@ -95,6 +98,17 @@ def run_job_command(
     elif not display.quiet:
         print_report(report)
     return 0
+
+
+def _short_document(job: PreparedJob) -> str:
+    """Say that --context asks for more than there is; "" if it does not."""
+    wanted = job.spec.context_tokens
+    if wanted is None or job.sizes.context_tokens >= wanted:
+        return ""
+    return (
+        f"--context {wanted:,} is more than there is: document and prompt are "
+        f"{job.sizes.context_tokens:,} tokens, all are read"
+    )
 
 
 def _kept(report: Mapping[str, Any]) -> str:

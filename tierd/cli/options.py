@@ -10,6 +10,9 @@ import typer
 from tierd.errors import InvalidArgument
 from tierd.layercodecs import CODEC_NAMES, parse_codec_choice
 
+TOKENS_MAX = 2**31 - 1  # a thousand times the longest context of any model
+CONTEXT_MIN = 2  # a token of the document and one of the prompt
+
 
 class PlanName(enum.StrEnum):
     """Executors for pages below the hot tier."""
@@ -103,7 +106,14 @@ NoGuard = Annotated[
 ]
 Plan = Annotated[PlanName, typer.Option("--plan", help="How pages below hot are attended.")]
 MaxNewTokens = Annotated[
-    int, typer.Option("--max-new-tokens", min=1, metavar="N", help="Length of the answer at most.")
+    int,
+    typer.Option(
+        "--max-new-tokens",
+        min=1,
+        max=TOKENS_MAX,
+        metavar="N",
+        help="Length of the answer at most.",
+    ),
 ]
 IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", help="Go on to --max-new-tokens, past the answer's end.")

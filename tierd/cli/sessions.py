@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tierd.cli import options
+from tierd.cli import checks, options
 from tierd.cli.connection import connected
 from tierd.cli.streams import writing
 from tierd.cli.terminal import figure, print_json, print_table, versioned
@@ -37,6 +37,7 @@ def sessions(
     yes: Yes = False,
 ) -> None:
     """List a daemon's sessions, or drop one that it keeps."""
+    checks.named("--drop", drop)
     if yes and drop is None:
         raise InvalidArgument("--yes goes with --drop SESSION")
     with connected(daemon) as client:

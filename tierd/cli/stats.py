@@ -8,13 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from tierd.cli import options
+from tierd.cli import checks, options
 from tierd.cli.connection import connected
 from tierd.cli.terminal import figure, print_json, print_table, printable, size, versioned
 
 Watch = Annotated[
     float | None,
-    typer.Option("--watch", min=0.1, metavar="SECONDS", help="Again, every so often."),
+    typer.Option(
+        "--watch",
+        min=0.1,
+        max=checks.DAY_SECONDS,
+        metavar="SECONDS",
+        help="Again, every so often.",
+    ),
 ]
 
 

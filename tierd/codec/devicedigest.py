@@ -34,12 +34,16 @@ Importing this imports Numba.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+from numba import types
 
+from tierd.codec.compiling import compile_cached
+from tierd.codec.elements import inner
 from tierd.codec.intrinsics import as_array
 from tierd.errors import InvalidArgument
 
@@ -56,7 +60,7 @@ _30, _27, _31, _32 = (np.uint64(n) for n in (30, 27, 31, 32))
 _ONE, _TWO, _THREE = np.uint64(1), np.uint64(2), np.uint64(3)
 
 
-@njit(nogil=True)
+@inner
 def _key(stream: Any, index: Any) -> Any:
     z = _SEED + ((stream << _32) + index + _ONE) * _GAMMA
     z = (z ^ (z >> _30)) * _MIX_1
@@ -64,7 +68,7 @@ def _key(stream: Any, index: Any) -> Any:
     return z ^ (z >> _31)
 
 
-@njit(nogil=True)
+@inner
 def _block_keys() -> Any:
     keys = np.empty((2, 1 + BLOCK_WORDS), np.uint64)
     for lane in range(2):
@@ -73,7 +77,7 @@ def _block_keys() -> Any:
     return keys
 
 
-@njit(nogil=True)
+@inner
 def _digest(payload: Any, words: Any, keys_0: Any, keys_1: Any) -> Any:
     size = np.uint64(4) * np.uint64(words)
     h_0 = _key(_TWO, np.uint64(0)) + _key(_TWO, _ONE) * size
@@ -94,11 +98,16 @@ def _digest(payload: Any, words: Any, keys_0: Any, keys_1: Any) -> Any:
     return ((h_0 >> _32) << _32) | (h_1 >> _32)
 
 
-@njit(nogil=True)
-def _digests(addresses: Any, words: Any, out: Any) -> None:
+def _digests(addresses: Any, pages: Any, words: Any, out: Any) -> None:
+    sources, digests = as_array(addresses, pages, np.int64), as_array(out, pages, np.uint64)
     keys = _block_keys()
-    for page in range(len(addresses)):
-        out[page] = _digest(addresses[page], words, keys[0], keys[1])
+    for page in range(pages):
+        digests[page] = _digest(sources[page], words, keys[0], keys[1])
+
+
+@functools.cache
+def _compiled() -> Callable[..., None]:
+    return compile_cached(_digests, (types.int64,) * 4, nogil=True).call
 
 
 def device_digests(addresses: npt.NDArray[np.int64], size_bytes: int) -> U64Array:
@@ -110,5 +119,6 @@ def device_digests(addresses: npt.NDArray[np.int64], size_bytes: int) -> U64Arra
     if size_bytes % 4 or not 0 <= size_bytes <= SIZE_BYTES_MAX:
         raise InvalidArgument(f"device digest: {size_bytes} bytes are not 32-bit words up to 4 GiB")
     out = np.empty(len(addresses), dtype=np.uint64)
-    _digests(np.ascontiguousarray(addresses, dtype=np.int64), size_bytes // 4, out)
+    sources = np.ascontiguousarray(addresses, dtype=np.int64)
+    _compiled()(sources.ctypes.data, len(sources), size_bytes // 4, out.ctypes.data)
     return out

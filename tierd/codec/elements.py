@@ -73,9 +73,9 @@ def decode_target(
 
 # For functions that only kernels call: no way in from Python, which halves what they compile for.
 # `inlined` is for what stands inside a loop over vectors: a call there would spill every register.
-_INNER: dict[str, bool] = {"nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-inner = njit(**_INNER)
-inlined = njit(**_INNER, forceinline=True)
+INNER: dict[str, bool] = {"nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+inner = njit(**INNER)
+inlined = njit(**INNER, forceinline=True)
 
 
 @inlined

@@ -18,7 +18,6 @@ from tierd.codec.reference import E4M3_MAX
 from tierd.codec.tiles import (
     ZERO,
     choose_sizes,
-    codec_of,
     item_bytes,
     load_scales,
     prefetch_row,
@@ -33,7 +32,8 @@ _LARGEST = np.float32(E4M3_MAX)
 
 
 @inner
-def _encode_head(hot: Any, out: Any, s: Any, w: Any) -> Any:
+def encode_head(hot: Any, out: Any, s: Any, w: Any) -> Any:
+    """Write every part of one KV head of a page at `out`; returns the flags."""
     bits = 0
     for group in range(s.tokens // s.group):
         bits |= _encode_keys(hot, out, group, s, w)
@@ -77,7 +77,8 @@ def _encode_values(hot: Any, out: Any, group: Any, s: Any, w: Any) -> Any:
 
 
 @inner
-def _decode_head(payload: Any, keys: Any, values: Any, s: Any, kind: Any, w: Any) -> None:
+def decode_head(payload: Any, keys: Any, values: Any, s: Any, kind: Any, w: Any) -> None:
+    """Write all tokens' rows of one KV head of a page."""
     group_bytes = s.group * s.d * item_bytes(kind)
     for group in range(s.tokens // s.group):
         _decode_keys(payload, keys + group * group_bytes, group, s, kind, w)
@@ -112,6 +113,3 @@ def _decode_values(payload: Any, out: Any, group: Any, s: Any, kind: Any, w: Any
                 code = w.spare
             x = v.mul(scale, v.load_e4m3(code))
             store(out + t * row_bytes, c, s.d, x, kind, w.spare)
-
-
-encode_pages, decode_pages = codec_of(_encode_head, _decode_head)

@@ -15,7 +15,6 @@ from tierd.codec.tiles import (
     ROUND,
     choose_scales,
     code_keys,
-    codec_of,
     item_bytes,
     load_scales,
     prefetch_row,
@@ -28,7 +27,8 @@ _CODES = np.float32(255)
 
 
 @inner
-def _encode_head(hot: Any, out: Any, s: Any, w: Any) -> Any:
+def encode_head(hot: Any, out: Any, s: Any, w: Any) -> Any:
+    """Write every part of one KV head of a page at `out`; returns the flags."""
     bits = 0
     for group in range(s.tokens // s.group):
         bits |= encode_keys(hot, out, group, s, w)
@@ -77,7 +77,8 @@ def store_value_codes(out: Any, s: Any, w: Any) -> None:
 
 
 @inner
-def _decode_head(payload: Any, keys: Any, values: Any, s: Any, kind: Any, w: Any) -> None:
+def decode_head(payload: Any, keys: Any, values: Any, s: Any, kind: Any, w: Any) -> None:
+    """Write all tokens' rows of one KV head of a page."""
     group_bytes = s.group * s.d * item_bytes(kind)
     for group in range(s.tokens // s.group):
         decode_keys(payload, keys + group * group_bytes, group, s, kind, w)
@@ -122,6 +123,3 @@ def _decode_values(payload: Any, out: Any, group: Any, s: Any, kind: Any, w: Any
                 code = w.spare
             x = v.add(zero, v.mul(scale, v.load_u8(code)))
             store(out + t * row_bytes, c, s.d, x, kind, w.spare)
-
-
-encode_pages, decode_pages = codec_of(_encode_head, _decode_head)

@@ -9,11 +9,12 @@ from typing import Any
 
 from tierd.codec import int8, nibbles
 from tierd.codec.elements import inner
-from tierd.codec.tiles import codec_of, item_bytes
+from tierd.codec.tiles import item_bytes
 
 
 @inner
-def _encode_head(hot: Any, out: Any, s: Any, w: Any) -> Any:
+def encode_head(hot: Any, out: Any, s: Any, w: Any) -> Any:
+    """Write every part of one KV head of a page at `out`; returns the flags."""
     bits = 0
     for group in range(s.tokens // s.group):
         bits |= int8.encode_keys(hot, out, group, s, w)
@@ -23,13 +24,11 @@ def _encode_head(hot: Any, out: Any, s: Any, w: Any) -> Any:
 
 
 @inner
-def _decode_head(payload: Any, keys: Any, values: Any, s: Any, kind: Any, w: Any) -> None:
+def decode_head(payload: Any, keys: Any, values: Any, s: Any, kind: Any, w: Any) -> None:
+    """Write all tokens' rows of one KV head of a page."""
     row_bytes = s.d * item_bytes(kind)
     for group in range(s.tokens // s.group):
         int8.decode_keys(payload, keys + group * s.group * row_bytes, group, s, kind, w)
     for run in range(s.tokens // nibbles.RUN_TOKENS):
         rows = values + run * nibbles.RUN_TOKENS * row_bytes
         nibbles.decode_values(payload, rows, run, s, kind, w)
-
-
-encode_pages, decode_pages = codec_of(_encode_head, _decode_head)

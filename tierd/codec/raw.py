@@ -5,13 +5,16 @@ It stores anything, NaN included: it is where a page goes that no other codec ta
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+from numba import typeof, types
 
 from tierd.codec import vector as v
+from tierd.codec.compiling import compile_cached
 from tierd.codec.elements import FLOAT32, Target, element_kind, load
 from tierd.codec.intrinsics import as_array
 from tierd.codec.layout import PageLayout
@@ -38,8 +41,9 @@ def encode_pages(
     """Copy hot pages at [pages] addresses to [pages] addresses; returns all 0, uint8 [pages]."""
     shape = _shape(layout)
     addresses = source.ctypes.data, destination.ctypes.data
+    kernel = _encoder()
     run_spans(
-        lambda first, end: _encode_span(*addresses, first, end, shape),
+        lambda first, end: kernel(*addresses, first, end, shape),
         len(source) * layout.kv_heads,
         len(source) * layout.payload_bytes,
         threads,
@@ -52,8 +56,9 @@ def decode_pages(
 ) -> None:
     """Copy, or widen to float32, payloads at [pages] addresses into `target` in order."""
     shape = _shape(layout)
+    kernel = _decoder()
     run_spans(
-        lambda first, end: _decode_span(source.ctypes.data, first, end, shape, target),
+        lambda first, end: kernel(source.ctypes.data, first, end, shape, target),
         len(source) * layout.kv_heads,
         len(source) * layout.payload_bytes,
         threads,
@@ -67,7 +72,6 @@ def _shape(layout: PageLayout) -> _Shape:
     )  # fmt: skip
 
 
-@njit(nogil=True)
 def _encode_span(source: Any, target: Any, first: Any, end: Any, s: Any) -> None:
     sources, targets = as_array(source, end, np.int64), as_array(target, end, np.int64)
     part_bytes = s.elements * (4 if s.kind == FLOAT32 else 2)
@@ -79,7 +83,6 @@ def _encode_span(source: Any, target: Any, first: Any, end: Any, s: Any) -> None
             v.zero_bytes(out + part_bytes, -part_bytes % CACHE_LINE_BYTES)
 
 
-@njit(nogil=True)
 def _decode_span(source: Any, first: Any, end: Any, s: Any, target: Any) -> None:
     sources = as_array(source, end, np.int64)
     item = 4 if s.kind == FLOAT32 else 2
@@ -97,3 +100,17 @@ def _decode_span(source: Any, first: Any, end: Any, s: Any, target: Any) -> None
             else:
                 for i in range(0, s.elements, 16):
                     v.store_f32(out + 4 * i, load(payload + part + i * item, s.kind))
+
+
+_SHAPE = typeof(_Shape(*[0] * len(_Shape._fields)))
+_TARGET = typeof(Target(*[0] * len(Target._fields)))
+
+
+@functools.cache
+def _encoder() -> Callable[..., None]:
+    return compile_cached(_encode_span, (*[types.int64] * 4, _SHAPE), nogil=True).call
+
+
+@functools.cache
+def _decoder() -> Callable[..., None]:
+    return compile_cached(_decode_span, (*[types.int64] * 3, _SHAPE, _TARGET), nogil=True).call

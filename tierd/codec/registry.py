@@ -1,6 +1,6 @@
 """Codecs by name and number, and the batch calls that reach their kernels.
 
-Kernels compile with Numba and are loaded at the first call, not at import:
+Kernels compile with Numba, once on a machine, and are loaded at the first call, not at import:
 the client and the daemon name codecs without ever running one.
 """
 
@@ -26,7 +26,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 class Codec(Protocol):
-    """What a codec's module offers; `layout` is always of that codec."""
+    """What a module of kernels offers; `layout` is always of a codec that it has."""
 
     def encode_pages(
         self,
@@ -47,7 +47,8 @@ def codec_for(codec: CodecId) -> Codec:
     """Return a codec's kernels, loading Numba. Raises InvalidArgument for one not built in."""
     if codec is CodecId.NONE:
         raise InvalidArgument(f"codec {codec!r} is not one of {', '.join(CODEC_NAMES)}")
-    return cast(Codec, import_module(f"tierd.codec.{codec.name.lower()}"))
+    module = "raw" if codec is CodecId.RAW else "spans"
+    return cast(Codec, import_module(f"tierd.codec.{module}"))
 
 
 def encode_pages(

@@ -3,53 +3,34 @@
 One span of work is (page, head) tasks; a task goes group by group through a
 tile that stays in the first cache, so a page is read once and written once.
 A codec's kernel is put together from these functions and its own, and takes
-only integers: so it compiles once per process, whatever the dtype; the kind of
-element is a branch outside the arithmetic. Importing this imports Numba.
+only integers: so it compiles once, whatever the dtype; the kind of element is
+a branch outside the arithmetic. Importing this imports Numba.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-from numba import njit
 
 from tierd.codec import vector as v
 from tierd.codec.elements import (
     FLOAT32,
-    Target,
-    element_kind,
     inlined,
     inner,
     load,
     store_all,
 )
-from tierd.codec.intrinsics import as_array
-from tierd.codec.layout import TILE_LANES, PageLayout
 from tierd.codec.reference import (
     HALF_MAX,
-    STATUS_NOT_FINITE,
-    STATUS_OUT_OF_RANGE,
-    raw_layout,
-    slack,
 )
-from tierd.codec.workers import run_spans
-from tierd.units import CACHE_LINE_BYTES, round_up
-
-IntArray = npt.NDArray[np.int64]
-Kernel = Callable[..., Any]
+from tierd.units import CACHE_LINE_BYTES
 
 ZERO = np.float32(0)
 NORMAL_MIN = np.float32(2.0**-126)
 ROUND = np.float32(2.0**23)  # x + 2^23 is x rounded half to even, its integer in the low bits
 _ONE, _HALF_TINY, _HALF_MAX = np.float32(1), np.float32(2.0**-24), np.float32(HALF_MAX)
-_NOT_FINITE, _OUT_OF_RANGE = 1, 2  # bits of a task's flags
-_STATUS_OF_FLAGS = np.array(
-    [0, STATUS_NOT_FINITE, STATUS_OUT_OF_RANGE, STATUS_NOT_FINITE], dtype=np.uint8
-)
+NOT_FINITE, OUT_OF_RANGE = 1, 2  # bits of a task's flags
 
 
 class Shape(NamedTuple):
@@ -99,117 +80,6 @@ class Scratch(NamedTuple):
     wide: int  # uint8 [padded, TILE_LANES]: codes of a tile of 4-bit keys
     lows: int  # [16, 16]: what fold_rows_min takes
     highs: int
-
-
-class Codec(NamedTuple):
-    """What a codec's module offers: see `registry`."""
-
-    encode_pages: Callable[..., npt.NDArray[np.uint8]]
-    decode_pages: Callable[..., None]
-
-
-def codec_of(encode_head: Kernel, decode_head: Kernel) -> Codec:
-    """Make a codec of two compiled functions, which do one KV head of one page.
-
-    encode_head(hot, out, shape, scratch) writes every part and returns flags;
-    decode_head(payload, keys, values, shape, kind, scratch) writes all tokens' rows.
-    """
-
-    @njit(nogil=True)
-    def encode_span(
-        source: Any, target: Any, flags: Any, first: Any, end: Any, s: Any, w: Any
-    ) -> None:
-        sources, targets = as_array(source, end, np.int64), as_array(target, end, np.int64)
-        found = as_array(flags, end, np.uint8)
-        for task in range(first, end):
-            page, head = task // s.heads, task % s.heads
-            out = targets[page] + head * s.head_bytes
-            found[task] = encode_head(sources[page] + head * s.hot_head_bytes, out, s, w)
-            _zero_gaps(out, s)
-
-    @njit(nogil=True)
-    def decode_span(source: Any, first: Any, end: Any, s: Any, target: Any, w: Any) -> None:
-        sources = as_array(source, end, np.int64)
-        row_bytes = s.d * item_bytes(target.kind)
-        for task in range(first, end):
-            page, head = task // s.heads, task % s.heads
-            row = (target.start_token + page * s.tokens) * row_bytes
-            keys = target.keys + head * target.keys_head_bytes + row
-            values = target.values + head * target.values_head_bytes + row
-            payload = sources[page] + head * s.head_bytes
-            decode_head(payload, keys, values, s, target.kind, w)
-
-    return Codec(partial(_encode_batch, encode_span), partial(_decode_batch, decode_span))
-
-
-def _encode_batch(
-    kernel: Kernel,
-    source: IntArray,
-    destination: IntArray,
-    layout: PageLayout,
-    threads: int | None = None,
-) -> npt.NDArray[np.uint8]:
-    """Run `kernel` over hot pages at [pages] addresses; payloads go to [pages] addresses.
-
-    Returns uint8 [pages]: 0 ok, 1 NaN or infinity, 2 beyond float16's range;
-    with 1 or 2 the payload's bytes are unspecified. Zero pages is allowed.
-    """
-    shape = _shape(layout)
-    tasks = len(source) * layout.kv_heads
-    flags = np.zeros(tasks, dtype=np.uint8)
-    addresses = source.ctypes.data, destination.ctypes.data, flags.ctypes.data
-
-    def span(first: int, end: int) -> None:
-        scratch, memory = _scratch(shape)
-        kernel(*addresses, first, end, shape, scratch)
-        del memory  # alive until here: the kernel knows only its address
-
-    run_spans(span, tasks, len(source) * layout.payload_bytes, threads)
-    pages = np.bitwise_or.reduce(flags.reshape(-1, layout.kv_heads), axis=1)
-    return _STATUS_OF_FLAGS[pages]
-
-
-def _decode_batch(
-    kernel: Kernel,
-    source: IntArray,
-    layout: PageLayout,
-    target: Target,
-    threads: int | None = None,
-) -> None:
-    """Run `kernel` over payloads at [pages] addresses, into `target`, one after the other."""
-    shape = _shape(layout)
-    tasks = len(source) * layout.kv_heads
-
-    def span(first: int, end: int) -> None:
-        scratch, memory = _scratch(shape)
-        kernel(source.ctypes.data, first, end, shape, target, scratch)
-        del memory
-
-    run_spans(span, tasks, len(source) * layout.payload_bytes, threads)
-
-
-def _shape(layout: PageLayout) -> Shape:
-    raw = raw_layout(layout)
-    return Shape(
-        element_kind(layout.dtype), layout.kv_heads, layout.block_tokens, layout.head_dim,
-        round_up(layout.head_dim, v.LANES), layout.group_tokens,
-        min(TILE_LANES, layout.block_tokens), raw.keys, raw.values,
-        raw.head_bytes, layout.keys, layout.values, layout.key_scale, layout.key_zero,
-        layout.value_scale, layout.value_zero, layout.key_error, layout.head_bytes, layout.parts,
-        layout.part_bytes, slack(layout.head_dim),
-    )  # fmt: skip
-
-
-def _scratch(shape: Shape) -> tuple[Scratch, npt.NDArray[np.uint8]]:
-    """Return addresses and the memory behind them, which the caller must keep."""
-    lanes = max(shape.group, shape.padded)
-    sizes = [4 * shape.group * shape.padded, shape.group * shape.padded]
-    sizes += [4 * lanes] * 6 + [2 * lanes] * 2 + [v.LANES * 64]
-    sizes += [shape.padded * TILE_LANES] + [4 * v.LANES * v.LANES] * 2
-    memory = np.zeros(sum(sizes) + CACHE_LINE_BYTES, dtype=np.uint8)
-    start = round_up(memory.ctypes.data, CACHE_LINE_BYTES)
-    addresses = [start + sum(sizes[:i]) for i in range(len(sizes))]
-    return Scratch(*addresses), memory
 
 
 @inner
@@ -315,7 +185,7 @@ def item_bytes(kind: Any) -> Any:
 @inlined
 def flags_of(check: Any) -> Any:
     """The flags for a sum of elements, each times 0: NaN and infinity make it NaN."""
-    return 0 if v.fold_sum(check) == ZERO else _NOT_FINITE
+    return 0 if v.fold_sum(check) == ZERO else NOT_FINITE
 
 
 @inlined
@@ -380,7 +250,7 @@ def _store_scale(scale: Any, i: Any, w: Any) -> None:
 @inlined
 def range_flags(largest: Any) -> Any:
     """The flags for magnitudes: float16 must hold them."""
-    return _OUT_OF_RANGE if v.fold_max(largest) > _HALF_MAX else 0
+    return OUT_OF_RANGE if v.fold_max(largest) > _HALF_MAX else 0
 
 
 @inner
@@ -422,7 +292,7 @@ def store_key_error(out: Any, s: Any, w: Any) -> None:
 
 
 @inner
-def _zero_gaps(out: Any, s: Any) -> None:
+def zero_gaps(out: Any, s: Any) -> None:
     """Zero a head's bytes that belong to no part."""
     for i in range(len(s.starts)):
         v.zero_bytes(out + s.starts[i] + s.used[i], -s.used[i] % CACHE_LINE_BYTES)

@@ -16,24 +16,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierd.codec.layout import TILE_LANES, PageLayout
-from tierd.types import CodecId, DType
+from tierd.codec.layout import PageLayout
 from tierd.units import CACHE_LINE_BYTES, round_up
 from tierd_engine.attention import kernel
 from tierd_engine.attention.merging import MERGE_SCRATCH_BYTES, merge_function
-from tierd_engine.attention.simd import BFLOAT16, E4M3, FLOAT16, FLOAT32, NARROW, UINT8
 from tierd_engine.attention.team import Reads, prepare_team, run_team, workers_for
+from tierd_engine.attention.works import work_of
 
 Float32Array = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
-
-_RAW_KINDS = {DType.FLOAT32: FLOAT32, DType.BFLOAT16: BFLOAT16, DType.FLOAT16: FLOAT16}
-_KINDS = {
-    CodecId.INT8: UINT8,
-    CodecId.K8V4: kernel.K8V4,
-    CodecId.INT4: kernel.INT4,
-    CodecId.FP8: E4M3,
-}
 
 _F32, _I32, _I64 = (np.dtype(kind) for kind in (np.float32, np.int32, np.int64))
 _CALL_FIELDS = len(kernel.CALL_FIELDS)
@@ -50,7 +41,7 @@ class _Job:
         self.address = _address(self.record)
         self.call_fields = self.record.view(np.int64)[:_CALL_FIELDS]
         self.scratch_bytes = int(self.record["scratch_bytes"][0])
-        self.work_address = kernel.work_address(*_constants(layout, heads, n))
+        self.work_address = work_of(layout, heads, n)
 
 
 class _Workspace(threading.local):
@@ -138,30 +129,12 @@ def _checked(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> int:
     return _address(array)
 
 
-def _rows_at_once(share: int, n: int) -> int:
-    """Query rows a kernel takes at a time, for `share` query heads a KV head.
-
-    At most two answers a model, so at most two compilations: one query, several.
-    """
-    if n == 1 and share <= kernel.ROWS_MAX:
-        return share
-    return 3 if -(-share // 3) * 3 < -(-share // 4) * 4 else 4
-
-
 def prepare(layout: PageLayout, heads: int) -> None:
     """Compile, or load from disk, what decoding with `layout` needs, so that no step waits."""
     for n in (1, 2):
-        kernel.work_address(*_constants(layout, heads, n))
+        work_of(layout, heads, n)
     prepare_team()
     merge_function()
-
-
-def _constants(layout: PageLayout, heads: int, n: int) -> tuple[int, int, int]:
-    kind = _KINDS.get(layout.codec, _RAW_KINDS[layout.dtype])
-    lanes = kernel.WIDE if layout.block_tokens >= kernel.WIDE else NARROW
-    if layout.codec is CodecId.INT4:
-        lanes = min(TILE_LANES, layout.block_tokens)  # those of a tile of keys
-    return kind, _rows_at_once(heads // layout.kv_heads, n), lanes
 
 
 def merge_partials(

@@ -28,13 +28,16 @@ from tierd_engine.arena import HotArena
 from tierd_engine.attention.copying import copy_pages
 from tierd_engine.attention.cpu import attend_pages, merge_partials
 from tierd_engine.attention.flash import FlashPartial, attend_own, attend_past, merge_into
+from tierd_engine.attention.layercall import CallScratch, LayerCall, Segment
 from tierd_engine.attention.plan import IntArray, LayerPlan, PageRun, PlanMode, StepPlan
+from tierd_engine.attention.simd import BFLOAT16, FLOAT32
 from tierd_engine.coldread import ColdReader
 from tierd_engine.staging import DecodeStaging, StagingRing
 
 FEW_QUERIES_MAX = 16  # up to here the fused kernel; a prefill chunk of more goes to flash
 
 Float32Array = npt.NDArray[np.float32]
+_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}  # of queries, as kernels take them
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +79,23 @@ class Executors:
         self._running: tuple[StepPlan, StepView, PlanMode] | None = None
         self._o: Float32Array = np.empty(0, dtype=np.float32)
         self._lse: Float32Array = np.empty(0, dtype=np.float32)
+        # One a layer, made for a plan, a number of queries and a mode; they read the two arrays.
+        self._called: tuple[StepPlan, int, PlanMode] | None = None
+        self._calls: list[LayerCall | None] = []
+        self._call_scratch = CallScratch()
+        self._hot_tokens = np.zeros(0, dtype=np.int32)
+        self._positions = np.zeros(FEW_QUERIES_MAX, dtype=np.int64)
 
     # -- a step -------------------------------------------------------------------
     def begin(self, plan: StepPlan, view: StepView, mode: PlanMode) -> None:
         """Start on a step."""
+        n = len(view.positions)
+        if n <= FEW_QUERIES_MAX:
+            if self._called is None or self._called[0] is not plan or self._called[1:] != (n, mode):
+                self._called = plan, n, mode
+                self._calls = [None] * len(plan.layers)
+                self._hot_tokens = np.zeros(len(plan.hot_blocks), dtype=np.int32)
+            self._positions[:n], self._hot_tokens[:] = view.positions, view.hot_tokens
         self._running = plan, view, mode
 
     def attend(
@@ -92,21 +108,22 @@ class Executors:
     ) -> torch.Tensor:
         """Return o [n, heads, head_dim] in the query's dtype, over every token up to each query.
 
-        query: [heads, n, head_dim]; keys, values: [kv_heads, n, head_dim], the step's own.
+        query: [heads, n, head_dim]; keys, values: [kv_heads, n, head_dim], the step's own. A
+        leading 1 is allowed.
         """
-        assert self._running is not None, "no step is running"
-        plan, view, mode = self._running
-        if query.shape[1] <= FEW_QUERIES_MAX:
-            q = query.transpose(0, 1).to(torch.float32).contiguous().numpy()
-            mode = PlanMode.NEAR if mode is PlanMode.AUTO else mode
-            out = self.attend_few(layer, plan, q, view.positions, view.hot_tokens, mode, scale)
-            return torch.from_numpy(out).to(query.dtype)
-        mode = PlanMode.STREAM if mode is PlanMode.AUTO else mode
+        if query.shape[-2] <= FEW_QUERIES_MAX:
+            return self.attend_few(layer, query, scale)
+        plan, view, mode = self._step()
+        query, keys, values = (part.reshape(part.shape[-3:]) for part in (query, keys, values))
         o = self.attend_many(
-            layer, plan, query.float(), keys.float(), values.float(), view.first_position, mode,
-            scale,
+            layer, plan, query.float(), keys.float(), values.float(), view.first_position,
+            PlanMode.STREAM if mode is PlanMode.AUTO else mode, scale,
         )  # fmt: skip
         return o.transpose(0, 1).to(query.dtype)
+
+    def _step(self) -> tuple[StepPlan, StepView, PlanMode]:
+        assert self._running is not None, "no step is running"
+        return self._running
 
     def finish(self) -> None:
         """End a step; nothing of it is left under way."""
@@ -123,29 +140,43 @@ class Executors:
         warm_up(self.geometry, self.heads, self.staging, codecs)
 
     # -- few queries, and many ------------------------------------------------------
-    def attend_few(
-        self,
-        layer: int,
-        plan: StepPlan,
-        q: Float32Array,
-        positions: IntArray,
-        hot_tokens: npt.NDArray[np.int32],
-        mode: PlanMode,
-        scale: float,
-    ) -> Float32Array:
-        """Return o [n, heads, head_dim] for q of that shape, over every page of the layer.
+    def attend_few(self, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+        """As `attend`, with the step's own keys and values in the arena already."""
+        n, q = query.shape[-2], query
+        if n > 1 or not q.is_contiguous():
+            q = q.reshape(q.shape[-3:]).transpose(0, 1).contiguous()
+        if q.dtype not in _KINDS:
+            q = q.float()
+        call = self._calls[layer]
+        if call is None or call.scale != scale or call.kind != _KINDS[q.dtype]:
+            call = self._calls[layer] = self._make_call(layer, n, scale, _KINDS[q.dtype])
+        out = torch.empty((n, self.heads, self.geometry.head_dim), dtype=q.dtype)
+        call.run(q.data_ptr(), out.data_ptr())
+        if not call.merges:
+            merged = self._add_moved(layer, q.float().view(out.shape).numpy(), call.parts, scale)
+            out.copy_(torch.from_numpy(merged))
+        return out if q.dtype == query.dtype else out.to(query.dtype)
 
-        positions: [n] of the queries; hot_tokens: [hot blocks] valid tokens of each.
-        """
-        n = q.shape[0]
+    def _make_call(self, layer: int, n: int, scale: float, kind: int) -> LayerCall:
+        """Return the call over what is attended where it lies."""
+        plan, _, mode = self._step()
         o, lse = self._scratch(plan.parts_max, n)
-        causal = (plan.hot_first, positions) if n > 1 else (None, None)
-        parts = len(plan.hot_blocks)
-        attend_pages(
-            q, plan.hot_addresses[layer], hot_tokens, self.arena.layout, scale,
-            o[:parts], lse[:parts], *causal,
-        )  # fmt: skip
-        for layout, addresses, tokens in self._encoded(layer, plan, mode):
+        below = plan.layers[layer]
+        causal = (plan.hot_first, self._positions[:n]) if n > 1 else None
+        segments = [Segment(self.arena.layout, plan.hot_addresses[layer], self._hot_tokens, causal)]
+        if mode is not PlanMode.STREAM:
+            segments += [Segment(run.layout, run.addresses, run.tokens) for run in below.warm]
+        merges = not below.cold and (mode is not PlanMode.STREAM or not below.warm)
+        return LayerCall(
+            segments, self.heads, n, scale, o, lse, self._call_scratch, kind=kind, merges=merges
+        )
+
+    def _add_moved(self, layer: int, q: Float32Array, parts: int, scale: float) -> Float32Array:
+        """Attend over what is brought to staging, and merge it with the `parts` there are."""
+        plan, _, mode = self._step()
+        n = len(q)
+        o, lse = self._scratch(plan.parts_max, n)
+        for layout, addresses, tokens in self._moved(layer, plan, mode):
             end = parts + len(addresses)
             attend_pages(
                 q, addresses, tokens, layout, scale, o[parts:end], lse[parts:end], None, None
@@ -185,12 +216,19 @@ class Executors:
 
         Addresses are valid until the next one is asked for.
         """
-        layer_plan: LayerPlan = plan.layers[layer]
-        for run in layer_plan.warm:
-            if mode is PlanMode.STREAM:
-                yield from self._streamed(run)
-            else:
+        if mode is not PlanMode.STREAM:
+            for run in plan.layers[layer].warm:
                 yield run.layout, run.addresses, run.tokens
+        yield from self._moved(layer, plan, mode)
+
+    def _moved(
+        self, layer: int, plan: StepPlan, mode: PlanMode
+    ) -> Iterator[tuple[PageLayout, IntArray, npt.NDArray[np.int32]]]:
+        """As `_encoded`, of those alone that are brought to staging first."""
+        layer_plan: LayerPlan = plan.layers[layer]
+        if mode is PlanMode.STREAM:
+            for run in layer_plan.warm:
+                yield from self._streamed(run)
         for unit in layer_plan.cold:
             addresses = self.reader.take()
             tokens = np.full(len(addresses), self.geometry.block_tokens, dtype=np.int32)
@@ -271,6 +309,7 @@ class Executors:
         """Return o [parts, n, heads, head_dim] and lse [parts, n, heads], both contiguous."""
         rows, head_dim = parts * n * self.heads, self.geometry.head_dim
         if self._lse.size < rows:
+            self._calls = [None] * len(self._calls)  # they write to what is replaced
             self._lse = np.empty(2 * rows, dtype=np.float32)
             self._o = np.empty(2 * rows * head_dim, dtype=np.float32)
         o = self._o[: rows * head_dim].reshape(parts, n, self.heads, head_dim)

@@ -37,6 +37,7 @@ from tierd.units import CACHE_LINE_BYTES, round_up
 from tierd_engine.attention import fourbit
 from tierd_engine.attention.compiling import STEP, compile_cached, step
 from tierd_engine.attention.simd import (
+    BFLOAT16,
     E4M3,
     E4M3_UNIT,
     FLOAT16,
@@ -84,6 +85,7 @@ ROWS_MAX = 4
 WIDE = 64  # lanes of a tile: four AVX-512 registers
 _WIDE, _NARROW = Const(WIDE), Const(NARROW)
 _UINT8, _FLOAT16, _FLOAT32 = Const(UINT8), Const(FLOAT16), Const(FLOAT32)
+_BFLOAT16 = Const(BFLOAT16)
 K8V4, INT4 = 16, 17  # kinds of pages beside those of elements
 AHEAD_BYTES_MAX = 16384  # how far ahead to prefetch: measured best of 4 to 32 KiB; L1 holds 48
 _LOG2_E = np.float32(1.4426950408889634)
@@ -101,7 +103,7 @@ CALL_FIELDS = (
 )  # fmt: skip
 _FIELDS = (
     *CALL_FIELDS, "heads", "kv_heads", "share", "rows", "head_dim", "block_tokens",
-    "group_tokens", "ahead", "folded", "output", "weights", "scaled", "stats", "q_stride",
+    "group_tokens", "q_kind", "ahead", "folded", "output", "weights", "scaled", "stats", "q_stride",
     "weight_stride", "scratch_bytes",
     "keys", "values", "key_scale", "key_zero", "value_scale", "value_zero", "head_bytes",
 )  # fmt: skip
@@ -112,8 +114,10 @@ _LAYOUT_FIELDS = (
 _TOPS, _TOTALS = 32, 48  # stats: eight floats of initial, four each of top and total
 
 
-def make_job(layout: PageLayout, heads: int, n: int) -> npt.NDArray[np.void]:
+def make_job(layout: PageLayout, heads: int, n: int, q_kind: int = FLOAT32) -> npt.NDArray[np.void]:
     """Return a [1] array of JOB for n queries, filled in but for CALL_FIELDS and scale.
+
+    `q_kind`: of the queries' elements, FLOAT32 or BFLOAT16.
 
     A worker's scratch holds ROWS_MAX rows each of q, of output and of weights, and twice
     as many of q folded with key scales and of weights scaled: 4-bit codes have two scales a row.
@@ -123,6 +127,7 @@ def make_job(layout: PageLayout, heads: int, n: int) -> npt.NDArray[np.void]:
         job[name] = getattr(layout, name)
     share = heads // layout.kv_heads
     job["heads"], job["share"], job["rows"] = heads, share, n * share
+    job["q_kind"] = q_kind
     # No further than a part is long: what is read next begins at the next part's start.
     job["ahead"] = min(AHEAD_BYTES_MAX, *layout.part_bytes[:2])
     q_stride = 4 * round_up(layout.head_dim, WIDE)
@@ -159,12 +164,17 @@ def _load_queries(rows: Any, job: Any, head: Any, row: Any, scratch: Any) -> Non
     d = job.head_dim
     factor = splat(NARROW, np.float32(job.scale * _LOG2_E))
     for r in range(number(rows)):
-        source = job.q + 4 * d * _row_offset(job, head, row + r)
+        size = 2 if job.q_kind == BFLOAT16 else 4
+        source = job.q + size * d * _row_offset(job, head, row + r)
         target = scratch + r * job.q_stride
         for c in range(0, d, NARROW):
             q = zeros(NARROW)
             if row + r < job.rows:
-                q = multiply(factor, load_narrow(_FLOAT32, source + 4 * c, d - c))
+                if size == 2:
+                    q = load_narrow(_BFLOAT16, source + 2 * c, d - c)
+                else:
+                    q = load_narrow(_FLOAT32, source + 4 * c, d - c)
+                q = multiply(factor, q)
             store(q, target + 4 * c)
 
 

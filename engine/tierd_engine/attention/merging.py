@@ -62,10 +62,10 @@ def _scale_row(weight: Any, out: Any, d: Any) -> None:
         store_narrow(multiply(factor, total), out + 4 * c, d - c)
 
 
-def _merge(
-    sources: Any, o: Any, lse: Any, out_o: Any, out_lse: Any, scratch: Any, parts: Any, rows: Any,
-    d: Any,
-) -> None:  # fmt: skip
+@step
+def merge_rows(
+    o: Any, lse: Any, out_o: Any, out_lse: Any, scratch: Any, parts: Any, rows: Any, d: Any
+) -> None:
     """Addresses of o: [parts, rows, d], lse: [parts, rows], out_o, out_lse; all float32.
 
     `scratch`: MERGE_SCRATCH_BYTES. A partial of weight 0 is not read: its o may be anything.
@@ -97,9 +97,16 @@ def _merge(
                 _scale_row(np.float32(1.0) / total, out_o + 4 * d * (first + r), d)
 
 
+def _merge(
+    sources: Any, o: Any, lse: Any, out_o: Any, out_lse: Any, scratch: Any, parts: Any, rows: Any,
+    d: Any,
+) -> None:  # fmt: skip
+    merge_rows(o, lse, out_o, out_lse, scratch, parts, rows, d)
+
+
 @functools.cache
 def merge_function() -> Callable[..., None]:
-    """Return the compiled merge without its first argument: see `_merge`."""
+    """Return the compiled merge without its first argument: see `merge_rows`."""
     constant = Const(0)
     signature = (ConstType(0), *(types.int64,) * 8)
     return functools.partial(compile_cached(_merge, signature, nogil=True).call, constant)

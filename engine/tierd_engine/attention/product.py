@@ -16,9 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from tierd.codec.intrinsics import as_array
 from tierd.units import CACHE_LINE_BYTES, round_up
@@ -36,9 +34,8 @@ from tierd_engine.attention.simd import (
     load_narrow,
     load_scalar,
     number,
-    pointer_to,
     store,
-    store_scalar,
+    store_rounded,
 )
 from tierd_engine.attention.tile import add_products, store_sums, zero_rows
 
@@ -61,33 +58,6 @@ def make_product_job(width: int, outputs: int, weight_bytes: int) -> npt.NDArray
     job["batch"] = max(1, _CLAIM_BYTES // (width * weight_bytes))
     job["scratch_bytes"] = _SUMS + 4 * ROWS_MAX * round_up(width, NARROW)
     return job
-
-
-@intrinsic
-def _store_bfloat16(typingctx: Any, value: Any, address: Any) -> Any:
-    """Write a float32, rounded to nearest even, as bfloat16; NaN stays NaN."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word, half = ir.IntType(32), ir.IntType(16)
-        bits = builder.bitcast(args[0], word)
-        upper = builder.lshr(bits, ir.Constant(word, 16))
-        odd = builder.and_(upper, ir.Constant(word, 1))
-        rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))
-        quiet = builder.or_(upper, ir.Constant(word, 0x40))
-        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-        upper = builder.select(is_nan, quiet, builder.lshr(rounded, ir.Constant(word, 16)))
-        builder.store(builder.trunc(upper, half), pointer_to(builder, args[1], half), align=2)
-        return context.get_dummy_value()
-
-    return types.void(types.float32, types.int64), codegen
-
-
-@step
-def _store_output(kind: Any, value: Any, address: Any) -> None:
-    if number(kind) == BFLOAT16:
-        _store_bfloat16(value, address)
-    else:
-        store_scalar(value, address)
 
 
 @step
@@ -151,7 +121,7 @@ def _work(kind: Any, rows: Any, x_kind: Any, job_address: Any, index: Any) -> No
                     value = load_scalar(sums + 4 * r) + load_scalar(sums + 32 + 4 * r)
                     value = _finished(kind, job, output, value)
                     at = job.out + out_bytes * ((row + r) * job.outputs + output)
-                    _store_output(x_kind, value, at)
+                    store_rounded(x_kind, value, at)
         start = fetch_add(job.claimed, job.batch)
 
 

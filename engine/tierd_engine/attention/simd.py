@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core.imputils import lower_constant
-from numba.extending import NativeValue, intrinsic, models, register_model, typeof_impl, unbox
+from numba.extending import intrinsic, models, register_model
 
+from tierd.codec.compiling import Const as Const
+from tierd.codec.compiling import ConstType as ConstType
 from tierd.units import CACHE_LINE_BYTES
-from tierd_engine.attention.compiling import inlined, sources_digest, step
+from tierd_engine.attention.compiling import inlined, step
 
 UINT8, FLOAT32, BFLOAT16, FLOAT16, E4M3, INT8 = range(6)  # kinds of elements in memory
 NARROW = 16  # lanes for what a wide tile does not divide
@@ -55,42 +56,6 @@ class Vector(types.Type):  # type: ignore[misc]  # Numba is untyped
         self.lanes = lanes
         self.llvm = ir.VectorType(_FLOAT, lanes)
         super().__init__(name=f"float32x{lanes}")
-
-
-class Const:
-    """A number known when a kernel is compiled: its type carries it, as a C++ template's does.
-
-    Passed through functions it makes each of them a specialisation; `number(c)` reads it.
-    """
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-
-class ConstType(types.Type):  # type: ignore[misc]
-    """Numba's type of a `Const`: one type a value."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-        super().__init__(name=f"Const({value}, {sources_digest()})")
-
-
-register_model(ConstType)(models.OpaqueModel)
-
-
-@typeof_impl.register(Const)
-def _type_of_const(constant: Const, context: Any) -> ConstType:
-    return ConstType(constant.value)
-
-
-@unbox(ConstType)
-def _unbox_const(const_type: Any, instance: Any, context: Any) -> Any:
-    return NativeValue(context.context.get_dummy_value())
-
-
-@lower_constant(ConstType)
-def _lower_const(context: Any, builder: Any, const_type: Any, value: Any) -> Any:
-    return context.get_dummy_value()
 
 
 def constant_value(constant: Any) -> int:
@@ -411,6 +376,34 @@ def exp2(typingctx: Any, vector: Any) -> Any:
         )
 
     return vector(vector), codegen
+
+
+@intrinsic
+def _store_bfloat16(typingctx: Any, value: Any, address: Any) -> Any:
+    """Write a float32, rounded to nearest even, as bfloat16; NaN stays NaN."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word, half = ir.IntType(32), ir.IntType(16)
+        bits = builder.bitcast(args[0], word)
+        upper = builder.lshr(bits, ir.Constant(word, 16))
+        odd = builder.and_(upper, ir.Constant(word, 1))
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))
+        quiet = builder.or_(upper, ir.Constant(word, 0x40))
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+        upper = builder.select(is_nan, quiet, builder.lshr(rounded, ir.Constant(word, 16)))
+        builder.store(builder.trunc(upper, half), pointer_to(builder, args[1], half), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.float32, types.int64), codegen
+
+
+@step
+def store_rounded(kind: Any, value: Any, address: Any) -> None:
+    """Write a float32 as an element of `kind`: BFLOAT16 or FLOAT32."""
+    if number(kind) == BFLOAT16:
+        _store_bfloat16(value, address)
+    else:
+        store_scalar(value, address)
 
 
 @step

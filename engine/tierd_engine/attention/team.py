@@ -79,7 +79,7 @@ _one_job = threading.Lock()
 
 
 @intrinsic
-def _call_work(typingctx: Any, function: Any, job: Any, index: Any) -> Any:
+def call_work(typingctx: Any, function: Any, job: Any, index: Any) -> Any:
     """Call the compiled worker at address `function` with a job's address and its own index."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -131,7 +131,7 @@ def _serve(sources: Any, words: Any, index: Any) -> None:
         worker = load_word(words + _WORKER)
         if worker == 0:
             return
-        _call_work(worker, load_word(words + _JOB), index)
+        call_work(worker, load_word(words + _JOB), index)
         # Read before the count: after it the caller may post the next job.
         addresses, count = load_word(words + _AHEAD), load_word(words + _AHEAD_COUNT)
         size = load_word(words + _AHEAD_BYTES)
@@ -156,7 +156,7 @@ def _run(
         _wake(line, words)
     if worker == 0:
         return
-    _call_work(worker, job, 0)
+    call_work(worker, job, 0)
     spins = load_word(words + _SPINS)
     left = load_word(words + _LINE + _COUNT)
     while left != 0:

@@ -10,8 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tierd.errors import TierdError
+from tierd.errors import InvalidArgument, TierdError
+from tierd.units import MIB, format_size, parse_size
 from tierd_engine.cores import share_cores
+
+TOKENS_MAX = 2**31 - 1
+SIZE_BYTES_MIN = 64 * MIB  # less is over before a clock says anything
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,13 +31,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _count(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= TOKENS_MAX):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {TOKENS_MAX}")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    """Return a share, above 0 and at most 1."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0.0 < share <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: above 0 and at most 1")
+    return share
+
+
+def _size(text: str) -> str:
+    """Return a size as it is written, if it is one of at least a slab of pages."""
+    try:
+        size_bytes = parse_size(text)
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if size_bytes < SIZE_BYTES_MIN:
+        raise argparse.ArgumentTypeError(f"{text} is less than {format_size(SIZE_BYTES_MIN)}")
+    return text
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     decode = verbs.add_parser("decode", help="decode tokens/s beside transformers and llama.cpp")
-    decode.add_argument("--context", type=int, nargs="+", help="tokens; default: 4k to 128k")
+    decode.add_argument("--context", type=_count, nargs="+", help="tokens; default: 4k to 128k")
     decode.add_argument("--weights", default="auto", help="of tierd's rows: auto or int8")
-    decode.add_argument("--steps", type=int, default=6, help="steps a round (default 6)")
+    decode.add_argument("--steps", type=_count, default=6, help="steps a round (default 6)")
     decode.add_argument("--folder", default="/var/tmp", help="of cold pages (default /var/tmp)")
     decode.add_argument(
         "--rows", type=int, nargs="+", help="of tierd's rows only these, from 0 (default: all)"
@@ -46,26 +79,28 @@ def _parser() -> argparse.ArgumentParser:
     decode.add_argument("--brief", action="store_true", help="no quantised cache of transformers")
     decode.set_defaults(run=_decode)
     peers = verbs.add_parser("peers", help="show that llama.cpp's cache is filled fairly")
-    peers.add_argument("--context", type=int, nargs="+", help="tokens (default 4096)")
+    peers.add_argument("--context", type=_count, nargs="+", help="tokens (default 4096)")
     peers.add_argument("--python", metavar="PYTHON", help="an interpreter with llama-cpp-python")
     peers.set_defaults(run=_peers)
     exact = verbs.add_parser("exact", help="raw tokens against the own cache, every cell")
-    exact.add_argument("--context", type=int, nargs="*", help="tokens; default: all lengths")
+    exact.add_argument("--context", type=_count, nargs="*", help="tokens; default: all lengths")
     exact.set_defaults(run=_exact)
     fidelity = _add_fidelity(verbs)
     prefill = verbs.add_parser("prefill", help="prefill tokens/s beside the model's own")
-    prefill.add_argument("--context", type=int, nargs="+", help="tokens (default 4096 16384)")
-    prefill.add_argument("--rounds", type=int, default=3, help="default 3")
+    prefill.add_argument("--context", type=_count, nargs="+", help="tokens (default 4096 16384)")
+    prefill.add_argument("--rounds", type=_count, default=3, help="default 3")
     prefill.add_argument("--codec", default="int8", help="as --codec of a job (default int8)")
     prefill.add_argument("--dtype", default="float32", help="default float32")
     prefill.add_argument("--hot", default="25%", help="hot share (default 25%%)")
     prefill.set_defaults(run=_prefill)
     weights = verbs.add_parser("weights", help="a step outside attention; int8 weights' loss")
-    weights.add_argument("--tokens", type=int, default=1024, help="teacher-forced (default 1024)")
+    weights.add_argument(
+        "--tokens", type=_count, default=1024, help="teacher-forced (default 1024)"
+    )
     weights.set_defaults(run=_weights)
     memory = verbs.add_parser("memory", help="peak memory of a long job beside its KV")
-    memory.add_argument("--context", type=int, default=131072, help="tokens (default 131072)")
-    memory.add_argument("--hot", type=float, default=0.05, help="share hot (default 0.05)")
+    memory.add_argument("--context", type=_count, default=131072, help="tokens (default 131072)")
+    memory.add_argument("--hot", type=_share, default=0.05, help="share hot (default 0.05)")
     memory.set_defaults(run=_memory)
     kernels = verbs.add_parser("kernels", help="codec and attention kernels against memory")
     kernels.set_defaults(run=_kernels)
@@ -74,10 +109,12 @@ def _parser() -> argparse.ArgumentParser:
     disk.add_argument(
         "--model", nargs="*", choices=("8b", "135m"), help="whose pages (default: both)"
     )
-    disk.add_argument("--size", default="1GiB", help="bytes a round (default 1GiB)")
-    disk.add_argument("--rounds", type=int, default=8, help="default 8")
+    disk.add_argument("--size", type=_size, default="1GiB", help="bytes a round (default 1GiB)")
+    disk.add_argument("--rounds", type=_count, default=8, help="default 8")
     disk.add_argument("--part", nargs="*", choices=("speed", "restart"), help="default: both")
-    disk.add_argument("--pages", type=int, default=1_000_000, help="of the restart; default 10^6")
+    disk.add_argument(
+        "--pages", type=_count, default=1_000_000, help="of the restart; default 10^6"
+    )
     disk.set_defaults(run=_disk)
     for verb in (decode, exact, fidelity, prefill, weights, memory, disk):
         verb.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -91,7 +128,7 @@ def _add_fidelity(verbs: Any) -> argparse.ArgumentParser:
         "fidelity", help="KL, perplexity and top-1 of each codec on real texts, two protocols"
     )
     verb.add_argument("--codec", nargs="+", help="and q8_0, the reference; default: all")
-    verb.add_argument("--context", type=int, nargs="+", help="tokens (default 2048 4096 8192)")
+    verb.add_argument("--context", type=_count, nargs="+", help="tokens (default 2048 4096 8192)")
     verb.add_argument(
         "--text", nargs="+", choices=(*TEXT_NAMES, WHOLE),
         help=f"default: all but {WHOLE}, which is the others but source together",
@@ -103,7 +140,7 @@ def _add_fidelity(verbs: Any) -> argparse.ArgumentParser:
         help="such as stream:25%%:128 (default near:smallest)",
     )
     verb.add_argument("--protocol", nargs="+", choices=("tiers", "prefix"), help="default: both")
-    verb.add_argument("--tokens", type=int, help="teacher-forced after a context (default 256)")
+    verb.add_argument("--tokens", type=_count, help="teacher-forced after a context (default 256)")
     verb.add_argument("--seed", type=int, help="of the bootstrap (default 0)")
     verb.add_argument("--output", type=Path, metavar="FOLDER", help="write fidelity.md and a plot")
     verb.set_defaults(run=_fidelity)
@@ -116,6 +153,8 @@ def _decode(options: argparse.Namespace) -> int:
 
     weights = Weights.parse(options.weights)
     contexts = options.context or decode.CONTEXTS
+    if any(not 0 <= row < len(decode.SHARES) for row in options.rows or ()):
+        raise InvalidArgument(f"--rows are from 0 to {len(decode.SHARES) - 1}")
     rows = [decode.SHARES[i] for i in options.rows or range(len(decode.SHARES))]
     kept, python = peers.kept_figures(), None
     if options.peers is not None:
@@ -236,7 +275,6 @@ def _memory(options: argparse.Namespace) -> int:
 
 
 def _disk(options: argparse.Namespace) -> int:
-    from tierd.units import parse_size
     from tierd_engine.bench.ceiling import print_ceiling
     from tierd_engine.bench.disk import bench_disk, disk_to_dict, print_disk
     from tierd_engine.bench.diskrig import GEOMETRIES

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from tierd_engine.attention import cpu, team
+from tierd_engine.attention import cpu, layercall, team
 from tierd_engine.session import SessionKV
 
 _METHODS = ("begin", "append", "attend", "finish")
@@ -26,7 +26,8 @@ class OursShare:
             mock.patch.object(self._kv, name, self._timed(getattr(self._kv, name), 1))
             for name in _METHODS
         ]
-        patches.append(mock.patch.object(cpu, "run_team", self._timed(team.run_team, -1)))
+        for module in (cpu, layercall):
+            patches.append(mock.patch.object(module, "run_team", self._timed(team.run_team, -1)))
         for patch in patches:
             patch.start()
         try:

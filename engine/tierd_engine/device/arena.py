@@ -33,6 +33,7 @@ class DeviceArena(HotArena):
         self, slot: int, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         """See HotArena. Runs on the compute stream."""
+        keys, values = (part.reshape(part.shape[-3:]) for part in (keys, values))
         end = start + keys.shape[1]
 
         def kernel() -> None:

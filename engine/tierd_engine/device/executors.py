@@ -173,7 +173,7 @@ class DeviceExecutors:
         query: [heads, n, head_dim] on the device. `keys`, `values`: in the arena already.
         """
         step, clock = self._current(), self._clock
-        q = query.transpose(0, 1).contiguous()
+        q = query.reshape(query.shape[-3:]).transpose(0, 1).contiguous()
         near = step.near[layer]
         self._parts.start(clock.n)
         if near:

@@ -1,41 +1,36 @@
-"""The disk cache of kernels: keyed by all their sources, and done without where it cannot be."""
+"""What the attention kernels are compiled from is what their files on disk are named by."""
 
 from __future__ import annotations
 
-from typing import Any
+import ast
+from pathlib import Path
 
-import numpy as np
-import pytest
-from numba import types
-
-from tierd.codec.intrinsics import as_array
 from tierd_engine.attention import compiling
-from tierd_engine.attention.simd import Const, ConstType, number
+
+ROOT = Path(__file__).parents[3]
+WITHOUT_CONSTANTS = {"tierd/errors.py"}  # classes only: nothing of it is compiled into a kernel
 
 
-def _set_to(constant: Any, address: Any) -> None:
-    as_array(address, 1, np.int64)[0] = number(constant)
+def _imported(path: Path) -> set[str]:
+    """Return the files of ours that a module imports from."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tierd"):
+            base = ROOT / ("engine" if node.module.startswith("tierd_engine") else "")
+            module = base / node.module.replace(".", "/")
+            names = [module / f"{alias.name}.py" for alias in node.names]
+            files = [file for file in names if file.exists()] or [module.with_suffix(".py")]
+            found.update(str(file.relative_to(ROOT)) for file in files)
+    return found
 
 
-def test_every_kernel_is_keyed_by_the_sources() -> None:
-    assert compiling.sources_digest() in ConstType(3).name
-    assert ConstType(3) == ConstType(3) != ConstType(4)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("no locator available"), OSError("disk full")])
-def test_compiles_without_a_cache_where_none_can_be_written(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    real = compiling.njit
-
-    def refuse_cache(*args: Any, cache: bool = False, **options: Any) -> Any:
-        if cache:
-            raise error
-        return real(*args, **options)
-
-    monkeypatch.setattr(compiling, "njit", refuse_cache)
-    compiled = compiling.compile_cached(_set_to, (ConstType(7), types.int64))
-    target = np.zeros(1, dtype=np.int64)
-    compiled.call(Const(7), target.ctypes.data)
-    assert target[0] == 7
-    assert compiled.address != 0
+def test_all_that_a_kernel_is_made_of_is_among_the_sources() -> None:
+    sources = {str(path.relative_to(ROOT)) for path in compiling.KERNEL_SOURCES}
+    codecs = {f"tierd/codec/{name}.py" for name in ("devicedigest", "raw", "spans")}
+    assert codecs < sources
+    found: set[str] = set()
+    left = {name for name in sources if name.startswith("engine/")} | codecs
+    while left:
+        found |= left
+        left = {name for path in left for name in _imported(ROOT / path)} - found
+    assert found - sources <= WITHOUT_CONSTANTS

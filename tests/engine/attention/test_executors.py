@@ -12,7 +12,7 @@ import torch
 from tests.engine.attention.pages import Pages, make_pages
 from tierd.types import CodecId, DType, Geometry
 from tierd_engine.arena import HotArena, hot_block_bytes
-from tierd_engine.attention.executors import Executors
+from tierd_engine.attention.executors import Executors, StepView
 from tierd_engine.attention.operator import attend_reference
 from tierd_engine.attention.plan import LayerPlan, PageRun, PlanMode, StepPlan
 from tierd_engine.coldread import ColdReader
@@ -64,8 +64,12 @@ def draw(rng: np.random.Generator, codec: CodecId) -> Pages:
 
 
 def decode(executor: Executors, plan: StepPlan, q: np.ndarray, mode: PlanMode) -> np.ndarray:
+    """Return o [n, heads, head_dim] of q of that shape, through the executors' own step."""
     positions = np.full(len(q), 10**6, dtype=np.int64)
-    return executor.attend_few(0, plan, q, positions, np.empty(0, np.int32), mode, SCALE)
+    executor.begin(plan, StepView(0, positions, np.empty(0, np.int32)), mode)
+    o = executor.attend_few(0, torch.from_numpy(q).transpose(0, 1), SCALE)
+    executor.finish()
+    return o.numpy()
 
 
 @each_codec
