@@ -50,15 +50,15 @@ class SteadyDisk(CountingDisk):
         self._slot_bytes = slot_bytes
         self._mutex = threading.Lock()
         self._ends = [0.0] * depth  # when each of its units is free again; a heap
-        self._headers: dict[int, dict[int, bytearray]] = {}  # of each file's slots
-        self._spare: list[bytearray] = []  # new memory costs more than the copy
+        self._headers: dict[int, dict[int, memoryview]] = {}  # of each file's slots
+        self._spare: list[memoryview] = []  # new memory costs more than the copy
 
     def write(self, handle: int, offset: int, buffers: Sequence[memoryview]) -> None:
         """Keep the headers: every other buffer is a slot's, and another its payload."""
         self.count(buffers)
         of_file = self._headers.setdefault(handle, {})
         for place, header in enumerate(buffers[::2], offset // self._slot_bytes):
-            kept = self._spare.pop() if self._spare else bytearray(HEADER_BYTES)
+            kept = self._spare.pop() if self._spare else memoryview(bytearray(HEADER_BYTES))
             kept[:] = header
             of_file[place] = kept
         self.answer(sum(map(len, buffers)))
