@@ -363,9 +363,8 @@ class Placement:
             places = self._reserve_some(
                 to, session, page.place.codec, len(together), raises=not moves
             )
-            for (_, key, page), place in zip(together, places, strict=False):
-                move = self.moving[key] = self._hold(session, key, page, place, keeps_source)
-                moves.append(move)
+            pages_held = [(key, page) for _, key, page in together[: len(places)]]
+            moves += self._hold(session, pages_held, places, keeps_source)
             if len(places) < len(together):
                 break
         return moves
@@ -397,13 +396,28 @@ class Placement:
             return self.reserve(to, session, codec, free)
 
     def _hold(
-        self, session: Session, key: PageKey, page: Page, place: Place, keeps_source: bool
-    ) -> Move:
-        warm_place = page.place if page.place.tier is Tier.WARM else place
-        slot_bytes = self.slot_bytes(session, page.place.codec)
-        start = warm_place.slot * slot_bytes
-        memory = self.warm_memory.mapping(warm_place.slab).buffer[start : start + slot_bytes]
-        return Move(key, session, page.place, place, page.digest, memory, slot_bytes, keeps_source)
+        self,
+        session: Session,
+        pages: Sequence[tuple[PageKey, Page]],
+        places: Sequence[Place],
+        keeps_source: bool,
+    ) -> list[Move]:
+        """Put pages of one pool on the move."""
+        slot_bytes = self.slot_bytes(session, places[0].codec) if places else 0
+        memories: dict[int, memoryview] = {}
+        moves = []
+        for (key, page), to in zip(pages, places, strict=True):
+            source = page.place
+            warm = source if source.tier is Tier.WARM else to
+            memory = memories.get(warm.slab)
+            if memory is None:
+                memory = memories[warm.slab] = self.warm_memory.mapping(warm.slab).buffer
+            start = warm.slot * slot_bytes
+            warm_slot = memory[start : start + slot_bytes]
+            move = Move(key, session, source, to, page.digest, warm_slot, slot_bytes, keeps_source)
+            self.moving[key] = move
+            moves.append(move)
+        return moves
 
     def record(self, moves: Sequence[Move]) -> None:
         """Tell the ledger of pages whose bytes are on disk now; flush it, then finish them."""
@@ -441,15 +455,17 @@ class Placement:
                 self.abort_move(move)
                 continue
             del self.moving[move.key]
-            session, key, to = move.session, move.key, move.destination
+            (number, layer, block), to = move.key, move.destination
             if to.tier is Tier.WARM:
-                page = Page(to, move.digest, backing=move.source)
+                page = Page(to, move.digest, move.source)
             elif move.keeps_source:
-                page = Page(move.source, move.digest, backing=to)
+                page = Page(move.source, move.digest, to)
             else:
                 page = Page(to, move.digest)
-                sources.append((session, move.source))
-            placed.setdefault(session.number, {})[key.layer, key.block] = page
+                sources.append((move.session, move.source))
+            if number not in placed:
+                placed[number] = {}
+            placed[number][layer, block] = page
             finished.append(move)
         for session in {move.session.number: move.session for move in finished}.values():
             session.index.set_all(placed[session.number])
