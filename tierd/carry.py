@@ -26,7 +26,8 @@ from tierd.disk.headerrows import (
     take_device_digests,
 )
 from tierd.errors import PageDamaged, StorageError, StorageFull
-from tierd.placement import Move, Placement, pool_key
+from tierd.moves import Move, pool_key
+from tierd.placement import Placement
 from tierd.types import Place, Tier
 
 # A disk is at its full speed from about 1 MiB an I/O, but after each I/O a lane waits for the

@@ -26,7 +26,7 @@ from tierd.disk.slabfiles import SlabFiles
 from tierd.disk.volatile import LedgerPort
 from tierd.errors import StorageError, StorageFull
 from tierd.lanes import Lanes
-from tierd.placement import Move
+from tierd.moves import Move
 from tierd.sessions import Session
 
 # A record that no move waits for (a page dropped, a slab added) waits this long at most.

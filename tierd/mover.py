@@ -41,7 +41,7 @@ from tierd.hints import HintTicket
 from tierd.lanes import Lanes
 from tierd.lending import spare_needs, spare_slots
 from tierd.memory.slabs import SlabPool
-from tierd.placement import Move
+from tierd.moves import Move
 from tierd.policy import NOTHING_IS_SAFE, Rank, Standing
 from tierd.sessions import Session
 from tierd.store import Store

@@ -41,39 +41,12 @@ from tierd.index import Page
 from tierd.memory.epochs import EpochClock
 from tierd.memory.slabmemory import MemfdBacking
 from tierd.memory.slabs import SlabPool
+from tierd.moves import Move, pool_key
 from tierd.pools import TierParts, TierPools
 from tierd.sessions import Session
 from tierd.types import CodecId, PageKey, Place, SlabRecord, Tier
 
 _GENERATION_MASK = 2**32 - 1
-
-
-def pool_key(placed: tuple[Session, Place]) -> tuple[int, Tier, CodecId]:
-    """Return what places of one pool, of a session, have in common."""
-    session, place = placed
-    return session.number, place.tier, place.codec
-
-
-@dataclass(slots=True, eq=False)
-class Move:
-    """A page on its way from `source` to `destination`, the other of warm and cold.
-
-    `warm` is the warm slot's memory (slot_bytes, writable): what a spill reads
-    and a promotion fills. `digest` is the index's. Both slots are held until
-    `finish_moves` or `abort_move`, whatever becomes of the page: `orphaned`.
-    `keeps_source`: the copy becomes the page's backing. `recorded`: the ledger has it.
-    """
-
-    key: PageKey
-    session: Session
-    source: Place
-    destination: Place
-    digest: bytes
-    warm: memoryview
-    slot_bytes: int
-    keeps_source: bool = False
-    recorded: bool = False
-    orphaned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

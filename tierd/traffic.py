@@ -19,7 +19,8 @@ from tierd.hints import HintBook
 from tierd.index import Page
 from tierd.keeping import Keeper
 from tierd.memory.slabs import SlabPool
-from tierd.placement import Move, Placement
+from tierd.moves import Move
+from tierd.placement import Placement
 from tierd.policy import Candidate, Rank, choose_spills, session_rank
 from tierd.sessions import Session, SessionBook
 from tierd.types import PageKey, SessionState, Tier

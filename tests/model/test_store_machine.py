@@ -36,7 +36,7 @@ from tierd.errors import (
     TierFull,
 )
 from tierd.memory.pagetable import PageTableReader
-from tierd.placement import Move
+from tierd.moves import Move
 from tierd.sessions import Session
 from tierd.types import CodecId, Namespace, PageKey, Place, SessionState, Tier
 
