@@ -2,7 +2,7 @@
 
 A hot page is the model's dtype in the raw layout. From codec raw the copy is exact. From a
 lossy codec it is what `near` attends over, decoded, and rounded to the model's dtype, once: to
-float32 not at all, to bfloat16 by at most 2^-9 of each element, far below what the codec lost.
+float32 not at all, to bfloat16 by at most 2^-8 of each element, as the model's own cache is.
 Warm pages are trusted as attention trusts them: inside an epoch no digest is looked at.
 """
 
