@@ -126,6 +126,22 @@ def test_without_promotion_nothing_is_hot_and_the_tokens_are_the_same(place: str
     assert run.answer() == run.expected()
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_pages_are_copied_inside_an_epoch_that_is_left_whatever_happens(place: str) -> None:
+    run = Resumed(place)
+    promote = run.kv.workings.promote
+
+    def interrupted(ascents: Any) -> None:
+        assert run.daemon.epochs.inside
+        promote(ascents)
+        raise KeyboardInterrupt
+
+    run.kv.workings.promote = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run.resume()
+    assert not run.daemon.epochs.inside and run.hot() == [] and run.kv.arena.used_slots == 0
+
+
 def test_on_a_device_it_is_on_and_on_the_host_it_is_off() -> None:
     for place, hot in (("host", 0), ("device", 5)):
         run = Resumed(place, promotes=None)
