@@ -60,6 +60,11 @@ def layer_budget(codec: CodecId, layers: int) -> float:
     return math.sqrt(KL_LIMITS[codec] / (KL_PER_ERROR * layers))
 
 
+def expected_kl(errors: Sequence[float]) -> float:
+    """Return the mean KL that relative errors of the layers' outputs amount to; NaN: left out."""
+    return KL_PER_ERROR * float(np.nansum(np.square(errors)))
+
+
 @dataclass(frozen=True, slots=True)
 class LayerReading:
     """One layer: the codec asked for and its error (NaN: not measured), the chosen one and its."""
@@ -86,6 +91,18 @@ class Verdict:
     def codecs(self) -> tuple[CodecId, ...]:
         """A codec a layer."""
         return tuple(reading.chosen for reading in self.readings)
+
+    @property
+    def kl_expected(self) -> float | None:
+        """The mean KL that the codecs asked for would cost; None if nothing was measured."""
+        errors = [reading.error for reading in self.readings]
+        return expected_kl(errors) if self.source == "measured" else None
+
+    @property
+    def kl_expected_chosen(self) -> float | None:
+        """The mean KL that the chosen codecs will cost; None if nothing was measured."""
+        errors = [reading.chosen_error for reading in self.readings]
+        return expected_kl(errors) if self.source == "measured" else None
 
     @property
     def raised(self) -> list[LayerReading]:
