@@ -197,7 +197,7 @@ class SessionKV:
 
         query: [heads, n, head_dim]; keys, values: [kv_heads, n, head_dim], the step's own.
         """
-        if self.guard is not None and self.guard.verdict is None:
+        if self.guard is not None and self.guard.wants(query.shape[-2]):
             self.guard.observe(layer, query.reshape(query.shape[-3:]), self.position, scale)
         return self.executors.attend(layer, query, keys, values, scale)
 
@@ -269,7 +269,7 @@ class SessionKV:
     def _demote(self, candidates: list[int], need: int, *, include_first: bool = False) -> None:
         """Take `need` of the candidates from the hot tier, whatever becomes of the daemon."""
         goal = len(self._hot) - need
-        if self.guard is not None and self.guard.verdict is None:
+        if self.guard is not None and self.guard.is_due(self.position):
             self.guard.decide(self.arena, self._hot, candidates, self.position)
             self._follow_verdict()
 
@@ -283,7 +283,9 @@ class SessionKV:
         self.link.run(go_on)
 
     def _follow_verdict(self) -> None:
-        if self.guard is not None and self.guard.verdict is not None:
+        if self.guard is None or self.guard.verdict is None:
+            return
+        if not self.agent.codecs_refused:
             self.agent.codecs = self.guard.verdict.codecs
 
     def _drop_published(self, candidates: list[int]) -> None:
