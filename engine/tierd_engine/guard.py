@@ -155,7 +155,11 @@ class QualityGuard:
         self.base = namespace.codec
         self._recent_tokens = min(RECENT_TOKENS_MAX, geometry.block_tokens // 2)
         self._sample = _Sample(torch.empty(geometry.layers, heads, QUERIES, geometry.head_dim))
-        self._means = {c: _MeanSquares(geometry.layers) for c in self.codecs() if c != CodecId.RAW}
+        self._means: dict[CodecId, _MeanSquares] = {
+            codec: _MeanSquares(geometry.layers)
+            for codec in self.codecs()
+            if codec is not CodecId.RAW
+        }
         self._next_position = 0
         self.verdict: Verdict | None = None
 
