@@ -9,7 +9,7 @@ from tierd.disk.header import SlotHeader, with_device_digest
 from tierd.disk.memory import MemoryDisk
 from tierd.disk.posix import PosixDisk
 from tierd.errors import PageDamaged, StorageError, StorageFull
-from tierd.placement import Move
+from tierd.moves import Move
 from tierd.testing import failing
 from tierd.types import CodecId, PageKey, Tier
 

@@ -17,11 +17,14 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from tierd.client import Client, Demotion, SessionHandle
 from tierd.codec.digest import payload_digest
 from tierd.codec.layout import HEADER_BYTES, page_layout
 from tierd.config import DaemonConfig, load_config
+from tierd.disk.header import SlotHeader
+from tierd.disk.slotlocks import lock_range
 from tierd.errors import DaemonUnavailable
 from tierd.types import CodecId, DType, Geometry, Namespace, Tier
 
@@ -125,6 +128,48 @@ def page_bytes(layer: int, block: int, codec: CodecId) -> bytes:
     return np.random.default_rng((layer, block)).bytes(size)
 
 
+@contextmanager
+def lent(client: Client, demotion: Demotion) -> Iterator[dict[int, int]]:
+    """Lock a cold demotion's slots, as the wire contract asks; yield each slab's fd."""
+    fds: dict[int, int] = {}
+    try:
+        for row, layer in np.ndindex(*demotion.slab.shape):
+            slab_id, slot = int(demotion.slab[row, layer]), int(demotion.slot[row, layer])
+            slab = client.slab(slab_id)
+            if slab_id not in fds:
+                flags = os.O_RDWR | (os.O_DIRECT if slab.direct else 0)
+                fds[slab_id] = os.open(f"/proc/self/fd/{slab.fd}", flags)
+            lock_range(fds[slab_id], slot * slab.slot_bytes, slab.slot_bytes)
+        if client.lost:
+            raise DaemonUnavailable("the daemon has died: its slots may be another's")
+        yield fds
+    finally:
+        for fd in fds.values():
+            os.close(fd)
+
+
+def write_cold(
+    client: Client, handle: SessionHandle, demotion: Demotion, fds: dict[int, int]
+) -> npt.NDArray[np.uint8]:
+    """Write every page with its header to its cold slot; return digests [blocks, layers, 16]."""
+    digests = np.zeros((*demotion.slab.shape, 16), np.uint8)
+    for row, layer in np.ndindex(*demotion.slab.shape):
+        slab_id, slot = int(demotion.slab[row, layer]), int(demotion.slot[row, layer])
+        codec, size = CodecId(int(demotion.codec[row, layer])), client.slab(slab_id).slot_bytes
+        payload = page_bytes(layer, demotion.blocks[row], codec)
+        digest = xxhash.xxh3_128_digest(payload)
+        header = SlotHeader(
+            handle.store_uuid, slab_id, slot, int(demotion.generation[row, layer]), codec,
+            GEOMETRY.dtype, handle.number, layer, demotion.blocks[row], handle.namespace.digest(),
+            GEOMETRY.page_bytes, len(payload), digest,
+        )  # fmt: skip
+        with mmap.mmap(-1, size) as aligned:
+            aligned[: HEADER_BYTES + len(payload)] = header.pack() + payload
+            assert os.pwritev(fds[slab_id], [aligned], slot * size) == size
+        digests[row, layer] = np.frombuffer(digest, np.uint8)
+    return digests
+
+
 def write_pages(client: Client, demotion: Demotion) -> npt.NDArray[np.uint8]:
     """Do an engine's part of a demotion: fill the slots; return digests [blocks, layers, 16]."""
     digests = np.zeros((*demotion.slab.shape, 16), np.uint8)
@@ -141,13 +186,20 @@ def write_pages(client: Client, demotion: Demotion) -> npt.NDArray[np.uint8]:
 
 
 def demote(
-    client: Client, handle: SessionHandle, blocks: Sequence[int], *, include_first: bool = False
-) -> None:
+    client: Client, handle: SessionHandle, blocks: Sequence[int], *, include_first: bool = False,
+    writes_cold: bool = False,
+) -> None:  # fmt: skip
     """Demote all of `blocks`, in as many plans as it takes."""
     left = list(blocks)
     while left:
-        plan = handle.plan_demotion(left, len(left), include_first=include_first)
-        handle.commit(plan, write_pages(client, plan))
+        plan = handle.plan_demotion(
+            left, len(left), include_first=include_first, writes_cold=writes_cold
+        )
+        if plan.cold:
+            with lent(client, plan) as fds:
+                handle.commit(plan, write_cold(client, handle, plan, fds))
+        else:
+            handle.commit(plan, write_pages(client, plan))
         left = [block for block in left if block not in plan.blocks]
 
 

@@ -15,14 +15,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-import xxhash
-
 from tierd.clock import Clock
 from tierd.codec.layout import HEADER_BYTES
-from tierd.disk.header import device_digest_in, verify_slot, with_device_digest
-from tierd.disk.headerrows import as_bytes, fill_rows, header_rows, place_rows
+from tierd.disk.header import page_digest, verify_slot
+from tierd.disk.headerrows import (
+    as_bytes,
+    fill_rows,
+    header_rows,
+    place_rows,
+    take_device_digests,
+)
 from tierd.errors import PageDamaged, StorageError, StorageFull
-from tierd.placement import Move, Placement, pool_key
+from tierd.moves import Move, pool_key
+from tierd.placement import Placement
 from tierd.types import Place, Tier
 
 # A disk is at its full speed from about 1 MiB an I/O, but after each I/O a lane waits for the
@@ -59,11 +64,12 @@ class Batch:
         """Copy every page; blocks."""
         started_seconds = self._clock.monotonic()
         self.errors = [None] * len(self.moves)
-        self._pack_headers()
-        if self.to is Tier.COLD:
-            self._down()
-        else:
-            self._up()
+        if self.moves:
+            self._pack_headers()
+            if self.to is Tier.COLD:
+                self._down()
+            else:
+                self._up()
         self.seconds = self._clock.monotonic() - started_seconds
 
     def _runs(self, numbers: Sequence[int], places: Sequence[Place]) -> Iterator[list[int]]:
@@ -80,55 +86,61 @@ class Batch:
             yield run
 
     def _pack_headers(self) -> None:
-        """Make every page's header, where it is and where it goes."""
+        """Make every page's header but for its place."""
         self._stored_bytes: list[int] = []
-        if not self.moves:
-            return
-        rows = header_rows(len(self.moves))
-        first = 0
+        self._rows = header_rows(len(self.moves))
         for _, run in groupby(self.moves, lambda move: pool_key((move.session, move.source))):
             moves = list(run)
+            first = len(self._stored_bytes)
             like = self._header_of(moves[0].session, moves[0].key, moves[0].source, b"")
             keys, digests = [move.key for move in moves], [move.digest for move in moves]
-            fill_rows(rows[first : first + len(moves)], like, keys, digests)
+            fill_rows(self._rows[first : first + len(moves)], like, keys, digests)
             self._stored_bytes += [like.stored_bytes] * len(moves)
-            first += len(moves)
-        place_rows(rows, [move.source for move in self.moves])
-        self._here = rows.tobytes()
-        place_rows(rows, [move.destination for move in self.moves])
-        self._there = as_bytes(rows)
+        self._headers = as_bytes(self._rows)
 
     def _down(self) -> None:
-        sound = [number for number in range(len(self.moves)) if self._is_sound(number)]
+        damaged = self._unsound(0, len(self.moves))
+        sound = [number for number in range(len(self.moves)) if number not in damaged]
         for run in self._runs(sound, [move.destination for move in self.moves]):
             self._write(run)
 
+    def _unsound(self, first: int, end: int) -> set[int]:
+        """Return which of the slots in memory are not the page as it was at its source.
+
+        `errors` say why. The headers of all of `first` to `end` are then those of their
+        destinations.
+        """
+        moves, rows = self.moves[first:end], self._rows[first:end]
+        found = [move.warm[:HEADER_BYTES].tobytes() for move in moves]
+        take_device_digests(rows, found)
+        place_rows(rows, [move.source for move in moves])
+        unsound = {
+            number
+            for number, move, header in zip(range(first, end), moves, found, strict=True)
+            if not (
+                header == self._header(number).tobytes()
+                and page_digest(move.warm, self._stored_bytes[number]) == move.digest
+            )
+            and not self._is_sound(number)
+        }
+        place_rows(rows, [move.destination for move in moves])
+        return unsound
+
     def _is_sound(self, number: int) -> bool:
-        """Say whether the slot in memory is the page as it was at its source, header and all."""
-        move, start = self.moves[number], number * HEADER_BYTES
-        payload = move.warm[HEADER_BYTES : HEADER_BYTES + self._stored_bytes[number]]
-        found, here = move.warm[:HEADER_BYTES].tobytes(), self._here[start : start + HEADER_BYTES]
-        device_digest = device_digest_in(found)
-        if device_digest is not None:
-            here = with_device_digest(here, device_digest)
-        if found != here or xxhash.xxh3_128_digest(payload) != move.digest:
-            try:  # seldom, and slower; it finds the reason
-                verify_slot(
-                    move.warm, self._header_of(move.session, move.key, move.source, move.digest)
-                )
-            except PageDamaged as error:
-                self.errors[number] = error
-                return False
-        if device_digest is not None:
-            # The index does not keep it: the slot there has it from the slot here.
-            there = self._header_there(number)
-            there[:] = with_device_digest(there.tobytes(), device_digest)
+        """Say whether a slot is the page as it was at its source: slower, and finds the reason."""
+        move = self.moves[number]
+        expected = self._header_of(move.session, move.key, move.source, move.digest)
+        try:
+            verify_slot(move.warm, expected)
+        except PageDamaged as error:
+            self.errors[number] = error
+            return False
         return True
 
     def _write(self, run: list[int]) -> None:
         buffers = []
         for number in run:
-            buffers += [self._header_there(number), self.moves[number].warm[HEADER_BYTES:]]
+            buffers += [self._header(number), self.moves[number].warm[HEADER_BYTES:]]
         first = self.moves[run[0]]
         place = first.destination
         try:
@@ -141,19 +153,19 @@ class Batch:
                     self._write([number])
 
     def _up(self) -> None:
+        wrong: set[int] = set()
         for run in self._runs(range(len(self.moves)), [move.source for move in self.moves]):
             try:
                 self._read(run)
             except StorageError:
-                unread = run
-            else:
-                unread = [number for number in run if not self._is_sound(number)]
-            for number in unread:
-                # One more try: a transient error or a bit lost on the way differs; damage does not.
-                self._read_again(number)
-            for number in run:
-                if self.errors[number] is None:
-                    self.moves[number].warm[:HEADER_BYTES] = self._header_there(number)
+                wrong.update(run)
+        wrong |= self._unsound(0, len(self.moves))
+        for number in wrong:
+            # One more try: a transient error or a bit lost on the way differs; damage does not.
+            self._read_again(number)
+        for number, move in enumerate(self.moves):
+            if self.errors[number] is None:
+                move.warm[:HEADER_BYTES] = self._header(number)
 
     def _read(self, run: list[int]) -> None:
         first = self.moves[run[0]]
@@ -168,10 +180,10 @@ class Batch:
         except StorageError as error:
             self.errors[number] = error
         else:
-            self._is_sound(number)
+            self._unsound(number, number + 1)
 
-    def _header_there(self, number: int) -> memoryview:
-        return self._there[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
+    def _header(self, number: int) -> memoryview:
+        return self._headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
 
     def _note(self, run: list[int], error: StorageError) -> None:
         for number in run:

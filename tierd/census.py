@@ -4,8 +4,10 @@ Shape of `stats` (bytes and pages are ints; "tiers" has "warm" and "cold"):
 
     tiers: {tier: pages, bytes, capacity_bytes, used_bytes, peak_bytes, slabs,
                   reserved_slots, retired_slots}
-    demotions, spills, backups, promotions, evictions, misses, corrupt, expired: pages
-        (expired: demotions) since the start; a backup is a cold copy of a page that stays warm
+    demotions, direct_demotions, spills, backups, promotions, evictions, misses, corrupt,
+        expired: pages (expired: demotions) since the start; a direct demotion is one of the
+        demotions, that its engine wrote to cold itself; a backup is a cold copy of a page
+        that stays warm
     demotions_open, moves_open, orphans, engines, epoch
     sessions: {running, idle, suspended}
     hints: {useful, late, wasted, cancelled, opened, open, clients}
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
     from tierd.store import Store
 
 COUNTERS = (
-    "demotions", "spills", "backups", "promotions", "evictions", "misses", "corrupt", "expired",
+    "demotions", "direct_demotions", "spills", "backups", "promotions", "evictions", "misses",
+    "corrupt", "expired",
 )  # fmt: skip
 
 

@@ -1,9 +1,16 @@
-"""Demotions: warm slots lent to an engine that writes pages into them.
+"""Demotions: slots lent to an engine that writes pages into them.
 
     plan → commit                      published; the id is used up
     plan → abort                       the engine gives the slots back
     plan → revoked → commit | abort    it was too slow, or the blocks were truncated;
                                        commit fails, either frees the slots
+    plan → commit → recorded → published | revoked
+                                       of cold slots, where cold outlives the daemon: the
+                                       ledger is told, and what its flush shows is published
+
+Slots are warm ones; cold ones where warm is full, and the engine can write these itself: then
+it writes header and payload, and the daemon looks at neither. A page that is not what was
+committed is found at its first read, by the digest that the index has, and is a typed miss.
 
 The slots of a live engine are never freed behind its back: it may be writing
 them this moment (an engine that was stopped writes when it goes on), and the
@@ -14,19 +21,20 @@ ends its session, or dies; DEMOTIONS_MAX bounds what an engine can hold so.
 Invariants:
   a demotion is used once, by the engine that planned it
   the blocks of a session's open demotions are disjoint, and not in its index
-  an open demotion is younger than EXPIRY_SECONDS at each tick
+  an open demotion is younger than EXPIRY_SECONDS at each tick, or recorded
+  a recorded one's slots stay lent until the flush reports, whatever becomes of its engine
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tierd.errors import InvalidArgument, StaleGeneration, TierFull
 from tierd.memory.slabs import SlabPool
 from tierd.sessions import Session
-from tierd.types import PageKey, Place
+from tierd.types import PageKey, Place, Tier
 
 # The slowest encoder we serve does 0.1 GB/s, a plan is at most a hot tier's half: 30 s is 3 GB.
 EXPIRY_SECONDS = 30.0
@@ -37,7 +45,7 @@ DEVICE_DIGEST_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class DemotionPlan:
-    """Warm slots reserved for pages of one session.
+    """Slots reserved for pages of one session, all of one tier.
 
     `blocks[i]`'s layer j goes to `places[i][j]`. Digests are committed in that
     order: block by block, layers inside.
@@ -48,6 +56,11 @@ class DemotionPlan:
     blocks: list[int]
     places: list[list[Place]]
 
+    @property
+    def tier(self) -> Tier:
+        """Where the slots are."""
+        return self.places[0][0].tier
+
     def pages(self) -> Iterator[tuple[PageKey, Place]]:
         """Iterate over the plan's pages in digest order."""
         for block, layers in zip(self.blocks, self.places, strict=True):
@@ -57,13 +70,19 @@ class DemotionPlan:
 
 @dataclass(slots=True, eq=False)
 class Demotion:
-    """A plan and who answers for it."""
+    """A plan and who answers for it. `digests`: of a recorded one, in the plan's order."""
 
     plan: DemotionPlan
     engine_id: int
     session: Session
     expires_seconds: float
     revoked: bool = False
+    digests: list[bytes] = field(default_factory=list)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the ledger has been told of its pages, and a flush is on its way."""
+        return bool(self.digests)
 
 
 class RoomNeeded(TierFull):
@@ -118,7 +137,8 @@ class Demotions:
     def lent_among(self, session: Session, blocks: Collection[int]) -> Demotion | None:
         """Return an open demotion of a session whose blocks are all among `blocks`, or None."""
         for demotion in self.of_session(session):
-            if not demotion.revoked and set(demotion.plan.blocks) <= set(blocks):
+            is_open = not demotion.revoked and not demotion.recorded
+            if is_open and set(demotion.plan.blocks) <= set(blocks):
                 return demotion
         return None
 
@@ -137,14 +157,26 @@ class Demotions:
         """The slots are no longer lent."""
         del self._lent[demotion.plan.reservation]
 
-    def revoke_blocks(self, session: Session, first_block: int) -> None:
-        """Revoke a session's demotions that hold a block >= first_block."""
-        for demotion in self.of_session(session):
-            demotion.revoked |= max(demotion.plan.blocks) >= first_block
+    def revoke_blocks(self, session: Session, first_block: int) -> list[Demotion]:
+        """Revoke a session's demotions that hold a block >= first_block; return which."""
+        held = [
+            demotion
+            for demotion in self.of_session(session)
+            if not demotion.revoked and max(demotion.plan.blocks) >= first_block
+        ]
+        for demotion in held:
+            demotion.revoked = True
+        return held
 
     def expire(self, now_seconds: float) -> int:
         """Revoke what is overdue; return how many."""
-        overdue = [d for d in self if not d.revoked and now_seconds >= d.expires_seconds]
+        overdue = [
+            demotion
+            for demotion in self
+            if not demotion.revoked
+            and not demotion.recorded
+            and now_seconds >= demotion.expires_seconds
+        ]
         for demotion in overdue:
             demotion.revoked = True
         return len(overdue)

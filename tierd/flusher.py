@@ -8,7 +8,7 @@ drops, and the sessions that wait to be durable. One runs at a time, in a lane;
 under load the next group gathers meanwhile, so that no timer is needed.
 
 Invariants:
-  a group's moves are handed back exactly once, with the flush's error or none
+  a group's moves and arrivals are handed back exactly once, with the flush's error or none
   a session is durable when a flush with `sync` that began after its record has returned
   at most one flush or snapshot is under way
 """
@@ -21,11 +21,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tierd.demotions import Demotion
 from tierd.disk.slabfiles import SlabFiles
 from tierd.disk.volatile import LedgerPort
 from tierd.errors import StorageError, StorageFull
 from tierd.lanes import Lanes
-from tierd.placement import Move
+from tierd.moves import Move
 from tierd.sessions import Session
 
 # A record that no move waits for (a page dropped, a slab added) waits this long at most.
@@ -42,11 +43,20 @@ class Suspending(Protocol):
         """The session."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """A recorded demotion to cold, and its engine's call, which ends when it is published."""
+
+    demotion: Demotion
+    answer: asyncio.Future[None]
+
+
 @dataclass(slots=True, eq=False)
 class Group:
     """What one flush makes durable, and what came of it."""
 
     moves: list[Move] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
     waiters: list[Suspending] = field(default_factory=list)
     recorded: list[asyncio.Future[None]] = field(default_factory=list)
     error: StorageError | None = None
@@ -55,7 +65,7 @@ class Group:
     @property
     def is_wanted(self) -> bool:
         """Whether somebody waits for it."""
-        return bool(self.moves or self.waiters or self.recorded)
+        return bool(self.moves or self.arrivals or self.waiters or self.recorded)
 
 
 class Flusher:
@@ -79,6 +89,10 @@ class Flusher:
     def add(self, moves: Sequence[Move]) -> None:
         """Take moves whose bytes are in cold and in the ledger's hands."""
         self._next.moves.extend(moves)
+
+    def add_arrival(self, arrival: Arrival) -> None:
+        """Take a demotion whose bytes are in cold, and which the ledger was told of."""
+        self._next.arrivals.append(arrival)
 
     def add_waiter(self, waiter: Suspending) -> None:
         """Let the next group be synced; `waiter` comes back with it."""

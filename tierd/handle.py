@@ -39,9 +39,10 @@ ADOPT_SECONDS = 60.0  # 64 GiB of warm pages hashed at 1 GiB/s
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Demotion:
-    """Warm slots lent for `blocks`. Arrays [blocks, layers]: codec uint8, the rest uint32.
+    """Slots lent for `blocks`. Arrays [blocks, layers]: codec uint8, the rest uint32.
 
-    Ends in `SessionHandle.commit` or `.abort`.
+    Ends in `SessionHandle.commit` or `.abort`. `cold`: they are in slabs of the cold tier, and
+    each is to be written whole, header first, under a lock (tierd/disk/slotlocks.py).
     """
 
     reservation: int
@@ -50,6 +51,7 @@ class Demotion:
     slab: npt.NDArray[np.uint32]
     slot: npt.NDArray[np.uint32]
     generation: npt.NDArray[np.uint32]
+    cold: bool = False
 
 
 class SessionHandle:
@@ -94,9 +96,13 @@ class SessionHandle:
         *,
         codecs: Sequence[CodecId] | None = None,
         include_first: bool = False,
+        writes_cold: bool = False,
         deadline_seconds: float | None = None,
     ) -> Demotion:
         """Borrow warm slots for up to `need_blocks` of `hot_blocks`, at least one block.
+
+        `writes_cold`: cold ones will do where warm is full; a daemon that knows of no such
+        loans lends warm ones.
 
         Call it outside a step. `codecs`: a codec a layer, each the namespace's or a
         better one (layercodecs.py); None: the namespace's. `deadline_seconds` None: 10 s, and
@@ -111,6 +117,7 @@ class SessionHandle:
             need_blocks=need_blocks,
             codecs=wire.codecs_to_wire(codecs),
             include_first=include_first,
+            writes_cold=writes_cold,
         )
         seconds = self._client.room_seconds if deadline_seconds is None else deadline_seconds
         reply = self._client.call(self._client.placement.PlanDemotion, request, seconds)
@@ -122,6 +129,7 @@ class SessionHandle:
             slab=wire.u32_column(reply.slabs, len(blocks)),
             slot=wire.u32_column(reply.slots, len(blocks)),
             generation=wire.u32_column(reply.generations, len(blocks)),
+            cold=reply.cold,
         )
 
     def commit(

@@ -238,7 +238,8 @@ class HintBook:
             )
 
     def _of(self, session: int) -> list[Hint]:
-        return [self._open[hint_id] for hint_id in sorted(self._of_session.get(session, ()))]
+        ids = self._of_session.get(session)
+        return [self._open[hint_id] for hint_id in sorted(ids)] if ids else []
 
     def _no_longer_awaited(self, hint: Hint, key: PageKey, now_seconds: float) -> None:
         del hint.awaited[key]

@@ -90,11 +90,20 @@ class SessionIndex:
         """Take a page in; say whether its place is new."""
         tier = page.place.tier
         assert page.backing is None or tier is Tier.WARM, f"({layer}, {block}) {page}"
-        before = self._forget(layer, block)
+        before = self._pages.get((layer, block))
         self._pages[layer, block] = page
         self.backed_count += page.backing is not None
-        self._by_block[tier].setdefault(block, set()).add(layer)
-        return before is None or before.place != page.place
+        if before is not None:
+            self.backed_count -= before.backing is not None
+            if before.place.tier is tier:
+                return before.place != page.place
+            self._uncount(before.place.tier, layer, block)
+        blocks = self._by_block[tier]
+        if block in blocks:
+            blocks[block].add(layer)
+        else:
+            blocks[block] = {layer}
+        return True
 
     def drop(self, layer: int, block: int) -> Page:
         """Unpublish a page and return it. Call `bump` after the batch."""
@@ -140,11 +149,15 @@ class SessionIndex:
         page = self._pages.pop((layer, block), None)
         if page is not None:
             self.backed_count -= page.backing is not None
-            blocks = self._by_block[page.place.tier]
-            blocks[block].discard(layer)
-            if not blocks[block]:
-                del blocks[block]
+            self._uncount(page.place.tier, layer, block)
         return page
+
+    def _uncount(self, tier: Tier, layer: int, block: int) -> None:
+        blocks = self._by_block[tier]
+        layers = blocks[block]
+        layers.discard(layer)
+        if not layers:
+            del blocks[block]
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the counts or the mirror differ from the pages."""

@@ -1,4 +1,4 @@
-"""Lending: which codec each page of a demotion gets, and its warm slots; all of a block or none.
+"""Lending: which codec each page of a demotion gets, and its slots; all of a block or none.
 
 A block's pages may be of several sizes, one a codec, and each size has its pool.
 What several pools need is weighed together: the room for a new slab is there once.
@@ -21,6 +21,9 @@ from tierd.types import CodecId, Place, Tier
 # to hide a batch; a sixteenth of warm is the most that may lie unused.
 SPARE_BLOCKS = 4
 SPARE_SHARE = 16
+
+# 4 s on the slowest disk we promise for, of the 30 that a plan has; one block may be more.
+COLD_PLAN_BYTES = 256 << 20
 
 Codecs = Sequence[CodecId]  # of a block's layers
 
@@ -46,28 +49,58 @@ def block_codecs(block: int, codecs: tuple[CodecId, ...]) -> tuple[CodecId, ...]
     return (CodecId.RAW,) * len(codecs) if block == 0 else codecs
 
 
-def needs_of(placement: Placement, session: Session, codecs: Codecs) -> dict[SlabPool, int]:
-    """Return the slots that a block needs of each warm pool."""
+def needs_of(
+    placement: Placement, session: Session, codecs: Codecs, tier: Tier = Tier.WARM
+) -> dict[SlabPool, int]:
+    """Return the slots that a block needs of each of a tier's pools."""
     needs: Counter[SlabPool] = Counter()
     for codec, pages in sorted(Counter(codecs).items()):
-        needs[placement.pool(Tier.WARM, session, codec)] += pages
+        needs[placement.pool(tier, session, codec)] += pages
     return needs
 
 
-def lend_block(placement: Placement, session: Session, codecs: Codecs) -> list[Place]:
-    """Reserve a warm place for each layer's page; all, or none: then the list is empty.
+def lend_blocks(
+    placement: Placement, session: Session, blocks: Sequence[int], codecs: tuple[CodecId, ...],
+    tier: Tier,
+) -> dict[int, list[Place]]:  # fmt: skip
+    """Reserve places for the first of `blocks` that there is room for; none is a result.
+
+    Raises TierFull or StorageError when a slab within the budget cannot be made for the first.
+    """
+    lent: dict[int, list[Place]] = {}
+    left_bytes = COLD_PLAN_BYTES
+    for block in blocks:
+        try:
+            places = lend_block(placement, session, block_codecs(block, codecs), tier)
+        except TierdError:
+            if not lent:
+                raise
+            break
+        if not places:
+            break
+        lent[block] = places
+        left_bytes -= sum(placement.slot_bytes(session, place.codec) for place in places)
+        if tier is Tier.COLD and left_bytes <= 0:
+            break
+    return lent
+
+
+def lend_block(
+    placement: Placement, session: Session, codecs: Codecs, tier: Tier = Tier.WARM
+) -> list[Place]:
+    """Reserve a place for each layer's page; all, or none: then the list is empty.
 
     Raises TierFull or StorageError when a slab within the budget cannot be made.
     """
-    needs = needs_of(placement, session, codecs)
-    if not placement.pools[Tier.WARM].make_room(needs):
+    needs = needs_of(placement, session, codecs, tier)
+    if not placement.pools[tier].make_room(needs):
         return []
-    pools = [placement.pool(Tier.WARM, session, codec) for codec in codecs]
+    pools = [placement.pool(tier, session, codec) for codec in codecs]
     lent: dict[SlabPool, list[Place]] = {}
     try:
         for pool, pages in needs.items():
             codec = codecs[pools.index(pool)]
-            lent[pool] = placement.reserve(Tier.WARM, session, codec, pages)
+            lent[pool] = placement.reserve(tier, session, codec, pages)
             assert lent[pool], f"room for {pages} slots of {pool.slot_bytes} bytes has gone"
     except TierdError:
         for places in lent.values():

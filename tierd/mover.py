@@ -30,17 +30,18 @@ from contextlib import suppress
 from tierd.carry import Batch
 from tierd.demotions import DemotionPlan, RoomNeeded
 from tierd.errors import (
+    DeadlineExceeded,
     PageDamaged,
     StorageError,
     TierdError,
     TierFull,
 )
-from tierd.flusher import Flusher, Group
+from tierd.flusher import Arrival, Flusher, Group
 from tierd.hints import HintTicket
 from tierd.lanes import Lanes
 from tierd.lending import spare_needs, spare_slots
 from tierd.memory.slabs import SlabPool
-from tierd.placement import Move
+from tierd.moves import Move
 from tierd.policy import NOTHING_IS_SAFE, Rank, Standing
 from tierd.sessions import Session
 from tierd.store import Store
@@ -52,7 +53,7 @@ Troubles = Mapping[str, str]  # what fails just now, and why
 
 TICK_SECONDS = 0.05
 # 64 MiB/s is the slowest disk we promise for: a batch takes 1/16 s there, so that a
-# demand behind four batches of prefetch waits a quarter of a second at most.
+# demand behind a batch of prefetch in each of eight lanes waits half a second at most.
 BATCH_BYTES = 4 << 20
 SLOWEST_BYTES_PER_SECOND = 64 << 20
 IO_DEADLINE_SECONDS = 10.0  # 160 times a batch's time on the slowest disk
@@ -132,17 +133,13 @@ class Mover:
 
     # -- for the service --------------------------------------------------------------
     async def plan_demotion(
-        self,
-        engine_id: int,
-        number: int,
-        hot_blocks: Sequence[int],
-        need_blocks: int,
-        *,
-        codecs: Sequence[CodecId] | None = None,
-        include_first: bool = False,
-        deadline_seconds: float = 10.0,
-    ) -> DemotionPlan:
+        self, engine_id: int, number: int, hot_blocks: Sequence[int], need_blocks: int, *,
+        codecs: Sequence[CodecId] | None = None, include_first: bool = False,
+        writes_cold: bool = False, deadline_seconds: float = 10.0,
+    ) -> DemotionPlan:  # fmt: skip
         """As Store.plan_demotion, but makes room first. Raises TierFull at the deadline.
+
+        While the disk fails, or hangs, nobody is lent its slots.
 
         The calling engine must be quiescent: room is made by retiring slots,
         and these wait for every engine's step to end, the caller's too.
@@ -157,19 +154,30 @@ class Mover:
                     need_blocks,
                     codecs=codecs,
                     include_first=include_first,
+                    writes_cold=writes_cold and not self._stalled(self._clock.monotonic()),
                 )
             except RoomNeeded as full:
                 await self._room(self._store.session(number), full, deadline)
 
+    async def commit(
+        self, engine_id: int, reservation: int, digests: bytes, device_digests: bytes = b"",
+        *, deadline_seconds: float = 10.0,
+    ) -> None:  # fmt: skip
+        """As Store.commit, and waits until it is published. DeadlineExceeded: it may yet be."""
+        demotion = self._store.commit(engine_id, reservation, digests, device_digests)
+        self.wake()
+        if demotion is not None:
+            answer = asyncio.get_running_loop().create_future()
+            self._flusher.add_arrival(Arrival(demotion, answer))
+            try:
+                await asyncio.wait_for(answer, deadline_seconds)
+            except TimeoutError:
+                raise DeadlineExceeded("the cold tier's disk does not answer") from None
+
     async def suspend(
-        self,
-        engine_id: int,
-        number: int,
-        token_ids: bytes,
-        sealed_blocks: int,
-        *,
+        self, engine_id: int, number: int, token_ids: bytes, sealed_blocks: int, *,
         deadline_seconds: float = 10.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Take a session from its engine once all that is kept of it is durable.
 
         Where nothing can be (the cold tier ends with the daemon), at once. Errors as
@@ -460,6 +468,9 @@ class Mover:
             self._store.placement.shut_slab(slab)
         for answer in group.recorded:
             self._waiters.answer(answer)
+        for arrival in group.arrivals:
+            error = self._store.finish_commit(arrival.demotion, group.error)
+            self._waiters.answer(arrival.answer, error)
         parks = [park for park in self._waiters.parks if park in group.waiters and park.lasts]
         if group.error is None:
             self._traffic.finish(group.moves)

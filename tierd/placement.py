@@ -4,6 +4,7 @@
     publish → retire → reclaim         a page is found, is no longer, and its slot is free
     begin_moves → record → finish | abort  published pages are copied to another tier
     fall_back, drop_backing            a warm page becomes its cold copy, or loses it
+    give_back → unfence                a lent slot is free, once nobody can be writing to it
 
 What reads or writes a slot outside the event loop's thread (an engine that
 encodes, a thread that copies) holds the slot: it is not reused under it, even
@@ -40,39 +41,12 @@ from tierd.index import Page
 from tierd.memory.epochs import EpochClock
 from tierd.memory.slabmemory import MemfdBacking
 from tierd.memory.slabs import SlabPool
+from tierd.moves import Move, pool_key
 from tierd.pools import TierParts, TierPools
 from tierd.sessions import Session
 from tierd.types import CodecId, PageKey, Place, SlabRecord, Tier
 
 _GENERATION_MASK = 2**32 - 1
-
-
-def pool_key(placed: tuple[Session, Place]) -> tuple[int, Tier, CodecId]:
-    """Return what places of one pool, of a session, have in common."""
-    session, place = placed
-    return session.number, place.tier, place.codec
-
-
-@dataclass(slots=True, eq=False)
-class Move:
-    """A page on its way from `source` to `destination`, the other of warm and cold.
-
-    `warm` is the warm slot's memory (slot_bytes, writable): what a spill reads
-    and a promotion fills. `digest` is the index's. Both slots are held until
-    `finish_moves` or `abort_move`, whatever becomes of the page: `orphaned`.
-    `keeps_source`: the copy becomes the page's backing. `recorded`: the ledger has it.
-    """
-
-    key: PageKey
-    session: Session
-    source: Place
-    destination: Place
-    digest: bytes
-    warm: memoryview
-    slot_bytes: int
-    keeps_source: bool = False
-    recorded: bool = False
-    orphaned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +87,7 @@ class Placement:
         self.epochs = EpochClock()
         self.moving: dict[PageKey, Move] = {}
         self.orphans: set[Move] = set()
+        self.fenced: dict[int, set[int]] = {}  # by cold slab: lent, given back, still locked
         self.on_new_slab: Callable[[bytes, int], None] | None = None
         self._newest_slab = 0
         self._announce = announce
@@ -155,6 +130,32 @@ class Placement:
         for pool, slots in self._by_pool([(session, place) for place in places]):
             pool.abort(slots)
 
+    def give_back(self, session: Session, places: Iterable[Place]) -> None:
+        """As `release`, of places lent to an engine: what it may be writing to stays fenced."""
+        for pool, slots in self._by_pool([(session, place) for place in places]):
+            locked = {slab: self._locked(slab, pool) for slab in {slot.slab for slot in slots}}
+            busy = [slot for slot in slots if slot.slot in locked[slot.slab]]
+            pool.abort([slot for slot in slots if slot.slot not in locked[slot.slab]])
+            pool.fence(busy)
+            for slot in busy:
+                self.fenced.setdefault(slot.slab, set()).add(slot.slot)
+
+    def _locked(self, slab: int, pool: SlabPool) -> Collection[int]:
+        """Return the slots of a slab that an engine writes to, or may: of a warm one none."""
+        is_cold = pool.tier is Tier.COLD
+        return self.cold_files.locked_slots(slab, pool.slot_bytes) if is_cold else ()
+
+    def unfence(self) -> None:
+        """Let fenced slots be used that nobody writes to any more."""
+        if not self.fenced:
+            return
+        pool_of = {slab: pool for pool in self.pools[Tier.COLD] for slab in pool.slabs()}
+        for slab, fenced in list(self.fenced.items()):
+            still = fenced.intersection(self._locked(slab, pool_of[slab]))
+            pool_of[slab].unfence(slab, sorted(fenced - still))
+            self.fenced[slab] = still
+        self.fenced = {slab: fenced for slab, fenced in self.fenced.items() if fenced}
+
     def _by_pool(
         self, placed: Iterable[tuple[Session, Place]]
     ) -> Iterator[tuple[SlabPool, list[Place]]]:
@@ -171,13 +172,14 @@ class Placement:
         """Take in a cold slab of an earlier run with its pages. Raises StorageError, TierFull."""
         self.cold_files.restore(slab)
         used, generations = self.ledger.occupancy(slab.slab)
-        self.pools[Tier.COLD].pool(slab.namespace_digest, slab.slot_bytes).restore(
-            slab,
-            used,
-            generations,
-            self.ledger.quarantined(slab.slab),
-            self._generation_floor(),
-        )
+        bad = self.ledger.quarantined(slab.slab)
+        pool = self.pools[Tier.COLD].pool(slab.namespace_digest, slab.slot_bytes)
+        # What an engine was lent by the daemon before, and is writing: not quarantined, fenced.
+        locked = self.cold_files.locked_slots(slab.slab, slab.slot_bytes)
+        fenced = locked.difference(used.tolist(), bad)
+        pool.restore(slab, used, generations, bad | fenced, self._generation_floor())
+        if fenced:
+            self.fenced[slab.slab] = fenced
 
     def hold_warm_slab(self, slab: SlabRecord, fd: int) -> None:
         """Take in a warm slab that an engine brought, none of its slots free yet.
@@ -228,9 +230,13 @@ class Placement:
         self, session: Session, key: PageKey, place: Place, digest: bytes,
         device_digest: int | None = None,
     ) -> None:  # fmt: skip
-        """Make a reserved slot with its payload the page's: header, commit, then the index."""
-        header = replace(self.header(session, key, place, digest), device_digest=device_digest)
-        header.pack_into(self._warm_slot(session, place)[:HEADER_BYTES])
+        """Make a reserved slot with its payload the page's: header, commit, then the index.
+
+        A cold slot's header has been written with its payload.
+        """
+        if place.tier is Tier.WARM:
+            header = replace(self.header(session, key, place, digest), device_digest=device_digest)
+            header.pack_into(self._warm_slot(session, place)[:HEADER_BYTES])
         self.pool(place.tier, session, place.codec).commit([place])
         session.index.set(key.layer, key.block, Page(place, digest))
 
@@ -248,7 +254,7 @@ class Placement:
             else:
                 self._orphan(move)
         session.index.bump()
-        self._forget(session, forgotten)
+        self.forget(session, forgotten)
         self._retire(session, gone)
 
     def _orphan(self, move: Move) -> None:
@@ -263,7 +269,7 @@ class Placement:
         assert key not in self.moving, f"{key} is on the move"
         session.index.drop(key.layer, key.block)
         session.index.bump()
-        self._forget(session, [key])
+        self.forget(session, [key])
         self._quarantine(session, page.place, reason)
 
     def _quarantine(self, session: Session, place: Place, reason: str) -> None:
@@ -291,11 +297,12 @@ class Placement:
                 freed_bytes += self.slot_bytes(session, page.place.codec)
                 gone.append(page.backing)
                 keys.append(PageKey(session.number, layer, block))
-        self._forget(session, keys)
+        self.forget(session, keys)
         self._retire(session, gone)
         return freed_bytes
 
-    def _forget(self, session: Session, keys: Sequence[PageKey]) -> None:
+    def forget(self, session: Session, keys: Sequence[PageKey]) -> None:
+        """Tell the ledger that these pages are no longer in cold."""
         if keys:
             self.ledger.drop_pages(session.number, [(key.layer, key.block) for key in keys])
 
@@ -329,9 +336,8 @@ class Placement:
             places = self._reserve_some(
                 to, session, page.place.codec, len(together), raises=not moves
             )
-            for (_, key, page), place in zip(together, places, strict=False):
-                move = self.moving[key] = self._hold(session, key, page, place, keeps_source)
-                moves.append(move)
+            pages_held = [(key, page) for _, key, page in together[: len(places)]]
+            moves += self._hold(session, pages_held, places, keeps_source)
             if len(places) < len(together):
                 break
         return moves
@@ -363,29 +369,47 @@ class Placement:
             return self.reserve(to, session, codec, free)
 
     def _hold(
-        self, session: Session, key: PageKey, page: Page, place: Place, keeps_source: bool
-    ) -> Move:
-        warm_place = page.place if page.place.tier is Tier.WARM else place
-        slot_bytes = self.slot_bytes(session, page.place.codec)
-        start = warm_place.slot * slot_bytes
-        memory = self.warm_memory.mapping(warm_place.slab).buffer[start : start + slot_bytes]
-        return Move(key, session, page.place, place, page.digest, memory, slot_bytes, keeps_source)
+        self,
+        session: Session,
+        pages: Sequence[tuple[PageKey, Page]],
+        places: Sequence[Place],
+        keeps_source: bool,
+    ) -> list[Move]:
+        """Put pages of one pool on the move."""
+        slot_bytes = self.slot_bytes(session, places[0].codec) if places else 0
+        memories: dict[int, memoryview] = {}
+        moves = []
+        for (key, page), to in zip(pages, places, strict=True):
+            source = page.place
+            warm = source if source.tier is Tier.WARM else to
+            memory = memories.get(warm.slab)
+            if memory is None:
+                memory = memories[warm.slab] = self.warm_memory.mapping(warm.slab).buffer
+            start = warm.slot * slot_bytes
+            warm_slot = memory[start : start + slot_bytes]
+            move = Move(key, session, source, to, page.digest, warm_slot, slot_bytes, keeps_source)
+            self.moving[key] = move
+            moves.append(move)
+        return moves
 
     def record(self, moves: Sequence[Move]) -> None:
         """Tell the ledger of pages whose bytes are on disk now; flush it, then finish them."""
         here = [move for move in moves if not move.orphaned]
-        if not here:
-            return
-        rows = np.zeros(len(here), PAGE_ROW)
-        session, layer, block = zip(*(move.key for move in here), strict=True)
-        _, codec, slab, slot, generation = zip(*(move.destination for move in here), strict=True)
-        rows["session"], rows["layer"], rows["block"] = session, layer, block
-        rows["slab"], rows["slot"], rows["generation"] = slab, slot, generation
-        rows["codec"] = codec
-        digests = b"".join(move.digest for move in here)
-        rows["digest"] = np.frombuffer(digests, np.uint8).reshape(rows["digest"].shape)
         for move in here:
             move.recorded = True
+        self.record_pages([(move.key, move.destination, move.digest) for move in here])
+
+    def record_pages(self, pages: Sequence[tuple[PageKey, Place, bytes]]) -> None:
+        """As `record`, of pages with their cold places and digests."""
+        if not pages:
+            return
+        keys, places, digests = zip(*pages, strict=True)
+        rows = np.zeros(len(pages), PAGE_ROW)
+        rows["session"], rows["layer"], rows["block"] = zip(*keys, strict=True)
+        _, codec, slab, slot, generation = zip(*places, strict=True)
+        rows["slab"], rows["slot"], rows["generation"] = slab, slot, generation
+        rows["codec"] = codec
+        rows["digest"] = np.frombuffer(b"".join(digests), np.uint8).reshape(rows["digest"].shape)
         self.ledger.commit(rows)
 
     def finish_moves(self, moves: Sequence[Move]) -> list[Move]:
@@ -404,15 +428,17 @@ class Placement:
                 self.abort_move(move)
                 continue
             del self.moving[move.key]
-            session, key, to = move.session, move.key, move.destination
+            (number, layer, block), to = move.key, move.destination
             if to.tier is Tier.WARM:
-                page = Page(to, move.digest, backing=move.source)
+                page = Page(to, move.digest, move.source)
             elif move.keeps_source:
-                page = Page(move.source, move.digest, backing=to)
+                page = Page(move.source, move.digest, to)
             else:
                 page = Page(to, move.digest)
-                sources.append((session, move.source))
-            placed.setdefault(session.number, {})[key.layer, key.block] = page
+                sources.append((move.session, move.source))
+            if number not in placed:
+                placed[number] = {}
+            placed[number][layer, block] = page
             finished.append(move)
         for session in {move.session.number: move.session for move in finished}.values():
             session.index.set_all(placed[session.number])
@@ -429,7 +455,7 @@ class Placement:
         else:
             del self.moving[move.key]
             if move.recorded:
-                self._forget(move.session, [move.key])
+                self.forget(move.session, [move.key])
 
     def release_all(self) -> None:
         """Close memory and files, and change nothing in them: engines may still be reading."""

@@ -207,7 +207,7 @@ class PlacementService(pb_grpc.PlacementServicer):
         self._mover = mover
 
     async def PlanDemotion(self, request: Any, context: Any) -> Any:
-        """Lend warm slots, waiting for room until shortly before the caller's deadline.
+        """Lend slots, waiting for room until shortly before the caller's deadline.
 
         The ledger knows the session before it can have a page: one whose opening's answer
         was lost has none, and no restart waits for it.
@@ -220,6 +220,7 @@ class PlacementService(pb_grpc.PlacementServicer):
             request.need_blocks,
             codecs=wire.codecs_of(request.codecs),
             include_first=request.include_first,
+            writes_cold=request.writes_cold,
             deadline_seconds=_seconds_to_answer(context),
         )
         if not known:
@@ -228,10 +229,13 @@ class PlacementService(pb_grpc.PlacementServicer):
 
     async def Commit(self, request: Any, context: Any) -> Any:
         """Publish a plan's pages."""
-        self._store.commit(
-            _engine_id(), request.reservation, request.digests, request.device_digests
+        await self._mover.commit(
+            _engine_id(),
+            request.reservation,
+            request.digests,
+            request.device_digests,
+            deadline_seconds=_seconds_to_answer(context),
         )
-        self._mover.wake()
         return pb.CommitReply()
 
     async def Abort(self, request: Any, context: Any) -> Any:

@@ -1,7 +1,7 @@
 """The store: what is kept, where, for whom. Synchronous; one thread, the daemon's loop, calls it.
 
 It puts together the sessions, what is kept of them (keeping.py), the life of
-pages (placement.py), the slots lent to engines (demotions.py) and the hints
+pages (placement.py), the slots lent to engines (loans.py) and the hints
 (hints.py). It never waits and does no I/O: the mover copies between tiers and
 flushes the ledger in threads, and reports back to `traffic` (traffic.py).
 
@@ -21,7 +21,7 @@ from typing import Any
 from tierd import census
 from tierd.adoption import Found
 from tierd.clock import Clock
-from tierd.demotions import Demotion, DemotionPlan, Demotions, split_device_digests, split_digests
+from tierd.demotions import Demotion, DemotionPlan
 from tierd.disk.volatile import LedgerPort
 from tierd.errors import (
     InvalidArgument,
@@ -29,17 +29,17 @@ from tierd.errors import (
     NotFound,
     StaleGeneration,
     StorageFull,
+    TierdError,
 )
 from tierd.hints import DEADLINE_SECONDS_MAX, Hint, HintBook, Wish
 from tierd.keeping import Keeper
-from tierd.lending import block_codecs, check_codecs, lend_block, no_room
+from tierd.loans import Loans
 from tierd.memory.memfd import Mapping
 from tierd.placement import Placement, SlabInfo
-from tierd.policy import choose_victims
 from tierd.pools import TierParts
 from tierd.sessions import Session, SessionBook
 from tierd.traffic import Traffic
-from tierd.types import CodecId, Namespace, PageKey, Place, SessionState, Tier
+from tierd.types import CodecId, Namespace, PageKey, SessionState, Tier
 
 # A decode step takes at most about a second; an engine silent for five is between requests.
 IDLE_SECONDS = 5.0
@@ -67,11 +67,12 @@ class Store:
         self.clock = clock
         self.engines: dict[int, int] = {}  # engine id → pid
         self.book = SessionBook(new_number)
-        self.demotions = Demotions()
         self.keeper = Keeper(self.book, self.placement, ledger, clock)
         self.keeper.restore()
         self.traffic = Traffic(self.book, self.placement, self.hints, self.keeper, clock)
         self.counts = self.traffic.counts
+        self.loans = Loans(self.placement, self.keeper, self.clock, self.counts, self._touch)
+        self.demotions = self.loans.demotions
         self.troubles: dict[str, str] = {}  # what fails just now, and why: for `stats`
 
     # -- engines ------------------------------------------------------------------
@@ -93,7 +94,7 @@ class Store:
         for session in self.book.of_engine(engine_id):
             self.close_session(session.number, engine_id=engine_id)
         for demotion in [d for d in self.demotions if d.engine_id == engine_id]:
-            self._release(demotion)
+            self.loans.release(demotion)
         self.reclaim()
 
     # -- sessions -----------------------------------------------------------------
@@ -176,7 +177,7 @@ class Store:
             raise StorageFull(f"the cold tier keeps nothing now: {self.ledger.waiting}")
         session.check_suspendable(token_ids, sealed_blocks)
         for demotion in self.demotions.of_session(session):
-            self._release(demotion)
+            self.loans.release(demotion)
         self.traffic.drop_from(session, sealed_blocks)
         session.keep(token_ids, sealed_blocks)
         self.keeper.record(session)
@@ -187,7 +188,7 @@ class Store:
         """Take the session from its engine."""
         session.last_used_seconds = self.clock.monotonic()
         for demotion in self.demotions.of_session(session):
-            self._release(demotion)
+            self.loans.release(demotion)
         session.take_back(SessionState.SUSPENDED)
         self.keeper.record(session)
 
@@ -201,10 +202,10 @@ class Store:
         """
         session = self.session(number, engine_id=engine_id)
         if engine_id is None:
-            self.demotions.revoke_blocks(session, 0)  # its engine lives, and may be writing
+            self.loans.revoke(session, 0)  # its engine lives, and may be writing
         else:
             for demotion in self.demotions.of_session(session):
-                self._release(demotion)
+                self.loans.release(demotion)
         if session.kept and engine_id is not None and not discard:
             self._keep_again(session)
             return
@@ -239,7 +240,7 @@ class Store:
             session, damaged_layer, first_block
         )
         self.keeper.cut(session, first_block)
-        self.demotions.revoke_blocks(session, first_block)
+        self.loans.revoke(session, first_block)
         return self.traffic.drop_from(session, first_block) + condemned
 
     def _found_damaged(self, session: Session, layer: int, block: int) -> bool:
@@ -273,8 +274,11 @@ class Store:
         *,
         codecs: Sequence[CodecId] | None = None,
         include_first: bool = False,
+        writes_cold: bool = False,
     ) -> DemotionPlan:
         """Lend warm slots for up to `need_blocks` of `hot_blocks`, at least one.
+
+        Where warm has none, and `writes_cold` says that the engine can fill them, cold ones.
 
         Block 0 (the attention sinks) goes only with `include_first`, always raw.
         `codecs`, one a layer, are the namespace's or better ones; None: the namespace's.
@@ -282,61 +286,24 @@ class Store:
         can, InvalidArgument when there is nothing to demote, NotFound, TierFull.
         """
         session = self.session(number, engine_id=engine_id)
-        page_codecs = check_codecs(session, codecs)
-        if need_blocks < 1 or not all(0 <= b < session.max_blocks for b in hot_blocks):
-            raise InvalidArgument("plan_demotion: a block or the count is out of range")
-        self.demotions.admit(engine_id)
-        self._touch(session)
-        lent = self.demotions.blocks_of(session)
-        below = {block for block in hot_blocks if block in lent or session.index.layers_of(block)}
-        victims = choose_victims(hot_blocks, need_blocks, below, include_first=include_first)
-        if not victims:
-            again = self.demotions.lent_among(session, hot_blocks)
-            if again is None:
-                raise InvalidArgument("plan_demotion: none of these blocks can be demoted")
-            return again.plan  # the engine asks anew: the reply was lost on its way
-        chosen: dict[int, list[Place]] = {}
-        for block in victims:
-            places = lend_block(self.placement, session, block_codecs(block, page_codecs))
-            if not places:
-                break
-            chosen[block] = places
-        if not chosen:
-            first = block_codecs(victims[0], page_codecs)
-            raise no_room(self.placement, session, first, len(victims))
-        session.page_codecs = page_codecs
-        if not session.recorded:
-            self.keeper.record(session)
-        return self.demotions.lend(engine_id, session, chosen, self.clock.monotonic())
+        return self.loans.plan(
+            engine_id, session, hot_blocks, need_blocks,
+            codecs=codecs, include_first=include_first, writes_cold=writes_cold,
+        )  # fmt: skip
 
     def commit(
         self, engine_id: int, reservation: int, digests: bytes, device_digests: bytes = b""
-    ) -> None:
-        """Publish a plan's pages. `digests`: 16 bytes (xxh3-128 of the payload) a page, in order.
-        `device_digests`: 8 bytes a page, or none at all (tierd/codec/devicedigest.py).
+    ) -> Demotion | None:
+        """Publish a plan's pages, now or by `finish_commit`: see Loans.commit."""
+        return self.loans.commit(engine_id, reservation, digests, device_digests)
 
-        Raises InvalidArgument (length; the plan stays open), StaleGeneration
-        (unknown or used; or expired or revoked: its slots are free now).
-        """
-        demotion = self.demotions.find(engine_id, reservation)
-        plan, session = demotion.plan, demotion.session
-        page_digests = split_digests(plan, digests)
-        page_device_digests = split_device_digests(plan, device_digests)
-        if demotion.revoked:
-            self._release(demotion)
-            raise StaleGeneration(f"demotion {reservation} was revoked; its pages are not kept")
-        self.demotions.settle(demotion)
-        for (key, place), digest, device_digest in zip(
-            plan.pages(), page_digests, page_device_digests, strict=True
-        ):
-            self.placement.publish(session, key, place, digest, device_digest)
-        session.index.bump()
-        self._touch(session)
-        self.counts["demotions"] += len(page_digests)
+    def finish_commit(self, demotion: Demotion, error: TierdError | None) -> TierdError | None:
+        """Publish a recorded demotion: see Loans.finish."""
+        return self.loans.finish(demotion, error)
 
     def abort(self, engine_id: int, reservation: int) -> None:
         """Give a plan's slots back: the engine writes them no more. Raises StaleGeneration."""
-        self._release(self.demotions.find(engine_id, reservation))
+        self.loans.release(self.demotions.find(engine_id, reservation))
 
     def engines_of(self, namespace_digest: bytes) -> set[int]:
         """Return the engines that have a session in a namespace."""
@@ -417,6 +384,7 @@ class Store:
                 # First: an engine that was taken for dead must see it before its bytes change.
                 session.table.set_reclaimed(safe_epoch)
         self.placement.reclaim(safe_epoch)
+        self.placement.unfence()
         self.placement.trim({session.namespace_digest for session in self.book})
 
     def retired_bytes(self, tier: Tier) -> int:
@@ -463,7 +431,3 @@ class Store:
         if session.state is SessionState.IDLE:
             session.state = SessionState.RUNNING
             self.hints.session_used(session.number)
-
-    def _release(self, demotion: Demotion) -> None:
-        self.demotions.settle(demotion)
-        self.placement.release(demotion.session, [place for _, place in demotion.plan.pages()])

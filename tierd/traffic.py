@@ -19,7 +19,8 @@ from tierd.hints import HintBook
 from tierd.index import Page
 from tierd.keeping import Keeper
 from tierd.memory.slabs import SlabPool
-from tierd.placement import Move, Placement
+from tierd.moves import Move
+from tierd.placement import Placement
 from tierd.policy import Candidate, Rank, choose_spills, session_rank
 from tierd.sessions import Session, SessionBook
 from tierd.types import PageKey, SessionState, Tier
@@ -120,12 +121,9 @@ class Traffic:
         if page is None or page.backing is None:
             return False
         self._placement.fall_back(session, key)
-        self._spilled(key)
-        return True
-
-    def _spilled(self, key: PageKey) -> None:
         self.counts["spills"] += 1
         self._hints.page_spilled(key)
+        return True
 
     def record(self, moves: Sequence[Move]) -> None:
         """The bytes are in cold: tell the ledger. A flush goes between this and `finish_moves`."""
@@ -134,14 +132,18 @@ class Traffic:
     def finish(self, moves: Sequence[Move]) -> None:
         """The bytes are there: publish each page at its new place, unless it has gone."""
         now_seconds = self._clock.monotonic()
-        for move in self._placement.finish_moves(moves):
-            if move.keeps_source:
-                self.counts["backups"] += 1
-            elif move.destination.tier is Tier.COLD:
-                self._spilled(move.key)
-            else:
-                self.counts["promotions"] += 1
-                self._hints.page_arrived(move.key, now_seconds)
+        finished = self._placement.finish_moves(moves)
+        moved = [move for move in finished if not move.keeps_source]
+        self.counts["backups"] += len(finished) - len(moved)
+        spilled = [move.key for move in moved if move.destination.tier is Tier.COLD]
+        self.counts["spills"] += len(spilled)
+        self.counts["promotions"] += len(moved) - len(spilled)
+        for key in spilled:
+            self._hints.page_spilled(key)
+        if len(spilled) < len(moved):
+            for move in moved:
+                if move.destination.tier is Tier.WARM:
+                    self._hints.page_arrived(move.key, now_seconds)
 
     def abort(self, move: Move) -> None:
         """The bytes are not there; the page stays where it was."""

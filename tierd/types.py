@@ -30,6 +30,8 @@ class Tier(enum.IntEnum):
     WARM = 2
     COLD = 3
 
+    __hash__ = int.__hash__  # Enum's own is written in Python; these are keys of many dicts
+
 
 class CodecId(enum.IntEnum):
     """How a page is encoded below the hot tier. Numbers are on disk: never reuse one."""
@@ -40,6 +42,8 @@ class CodecId(enum.IntEnum):
     K8V4 = 3
     INT4 = 4
     FP8 = 5
+
+    __hash__ = int.__hash__
 
 
 class DType(enum.StrEnum):

@@ -2,7 +2,7 @@
 
 Invariants:
   a hot block is released only after the daemon has published its pages
-  a page's digest is taken over the bytes that stand in its warm slot
+  a page's digest is taken over the bytes that stand in its slot
   a reservation ends in commit or abort, whatever is raised between; but where a device
     failed, it may still write to the slots, and they are not given back
 
@@ -21,9 +21,18 @@ import numpy.typing as npt
 from tierd.client import Client, Demotion, MappedSlab, SessionHandle
 from tierd.codec import digest_pages, encode_pages
 from tierd.codec.layout import HEADER_BYTES, PageLayout, page_layout
-from tierd.errors import BudgetTooSmall, CodecError, DeviceFailed
-from tierd.types import CodecId, Geometry
+from tierd.errors import (
+    BudgetTooSmall,
+    CodecError,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    DeviceFailed,
+    StaleGeneration,
+    StorageError,
+)
+from tierd.types import CodecId, Geometry, Tier
 from tierd_engine.arena import HotArena
+from tierd_engine.coldwrite import ColdWriter
 
 IntArray = npt.NDArray[np.int64]
 
@@ -62,8 +71,15 @@ def encode_on_host(source: IntArray, target: IntArray, layout: PageLayout) -> En
     return EncodedPages(encode_pages(source, target, layout))
 
 
+class _ColdRefused(Exception):
+    """The cold slots of a plan cannot be used after all; its blocks are hot, and need another."""
+
+
 class TransferAgent:
-    """Demotes a session's hot blocks to the warm slots that the daemon reserves."""
+    """Demotes a session's hot blocks to the warm slots that the daemon reserves.
+
+    With `cold` to cold ones too, where warm is full.
+    """
 
     def __init__(
         self,
@@ -73,7 +89,9 @@ class TransferAgent:
         *,
         encode: PageEncoder = encode_on_host,
         slab_of: Callable[[int], MappedSlab] | None = None,
+        cold: ColdWriter | None = None,
     ) -> None:
+        self.cold = cold
         self._slab_of = slab_of or client.slab
         self._encode_pages = encode
         self._client = client
@@ -104,19 +122,25 @@ class TransferAgent:
         remaining = list(candidates)
         moved = 0
         while moved < need_blocks:
-            demotion = self._plan(remaining, need_blocks - moved, include_first)
+            short = need_blocks - moved
+            demotion = self._plan(remaining, short, include_first, to_cold=True)
             try:
                 self._carry(demotion, hot)
             except CodecError:
                 self._carry_as_raw(demotion.blocks, hot, include_first)
+            except _ColdRefused:
+                continue
             moved += len(demotion.blocks)
             remaining = [block for block in remaining if block not in demotion.blocks]
 
-    def _plan(self, blocks: Sequence[int], need_blocks: int, include_first: bool) -> Demotion:
+    def _plan(
+        self, blocks: Sequence[int], need_blocks: int, include_first: bool, *, to_cold: bool = False
+    ) -> Demotion:
         def ask() -> Demotion:
             return self._session.plan_demotion(
-                blocks, need_blocks, codecs=self.codecs, include_first=include_first
-            )
+                blocks, need_blocks, codecs=self.codecs, include_first=include_first,
+                writes_cold=to_cold and self.cold is not None and self.cold.can_write,
+            )  # fmt: skip
 
         try:
             return ask()
@@ -140,6 +164,9 @@ class TransferAgent:
                 self.raw_fallback_blocks += 1
 
     def _carry(self, demotion: Demotion, hot: HotBlocks) -> None:
+        if demotion.cold:
+            self._carry_to_cold(demotion, hot)
+            return
         try:
             digests, device_digests = self._encode(demotion, hot)
         except DeviceFailed:
@@ -148,9 +175,47 @@ class TransferAgent:
             self._session.abort(demotion)
             raise
         self._session.commit(demotion, digests, device_digests)
+        self._drop(demotion, hot)
+
+    def _drop(self, demotion: Demotion, hot: HotBlocks) -> None:
         for block in demotion.blocks:
             hot.drop(block)
         self.demoted_blocks += len(demotion.blocks)
+
+    def _carry_to_cold(self, demotion: Demotion, hot: HotBlocks) -> None:
+        """As `_carry`, of cold slots. Raises _ColdRefused where another plan is needed."""
+        cold = self.cold
+        assert cold is not None, "cold slots were lent unasked"
+        source = self._hot_addresses(hot, demotion.blocks)
+        try:
+            with cold.lent(demotion) as loan:
+                written = cold.write(
+                    loan, demotion, source, self._encode_pages, self._require_encoded
+                )
+                self._session.commit(demotion, *written)
+                codecs, pages = np.unique(demotion.codec, return_counts=True)
+                for codec, count in zip(codecs.tolist(), pages.tolist(), strict=True):
+                    layout = page_layout(self._geometry, CodecId(codec))
+                    self.encoded_bytes += count * layout.payload_bytes
+        except (StorageError, StaleGeneration, DeadlineExceeded) as error:
+            cold.failed()
+            if self._has_ended(demotion):
+                raise _ColdRefused from error
+        except (DaemonUnavailable, DeviceFailed):
+            raise
+        except BaseException:
+            self._session.abort(demotion)
+            raise
+        self._drop(demotion, hot)
+
+    def _has_ended(self, demotion: Demotion) -> bool:
+        """Abort a demotion whose commit has failed; say whether nothing of it is published."""
+        try:
+            self._session.abort(demotion)
+        except StaleGeneration:  # the daemon is done with it: the commit's answer may be lost
+            table = self._session.table.read(max(demotion.blocks) + 1)
+            return not bool((table.tier[:, demotion.blocks] != Tier.NONE).all())
+        return True
 
     def _encode(self, demotion: Demotion, hot: HotBlocks) -> Digests:
         """Encode every page into its slot; return digests [blocks, layers, 16], and the device's.

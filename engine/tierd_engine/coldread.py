@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,9 @@ READ_THREADS = 16
 READ_DEADLINE_SECONDS = 10.0
 # Neighbours are read together: a unit of 8 MiB is 8 of these at least.
 READ_BYTES = 1 << 20
+# Reads that one thread does for one future: a future costs as much of the interpreter's lock as
+# two pages' digests. A ring of two units of 4 MiB still has a share for each thread.
+SHARE_BYTES = 512 << 10
 _READS_PER_PAGE = 2  # a digest mismatch gets one re-read, for a bit flipped on the way
 
 
@@ -74,6 +78,18 @@ class ColdUnit:
                 runs.append([i])
         return runs
 
+    def shares(self) -> list[list[list[int]]]:
+        """Return the runs as what one thread each reads, SHARE_BYTES together or a run more."""
+        shares: list[list[list[int]]] = []
+        size_bytes = SHARE_BYTES
+        for run in self.runs():
+            if size_bytes >= SHARE_BYTES:
+                shares.append([])
+                size_bytes = 0
+            shares[-1].append(run)
+            size_bytes += len(run) * self.layout.slot_bytes
+        return shares
+
     def _place(self, number: int) -> tuple[int, int]:
         return self.pages[number].fd, self.pages[number].offset
 
@@ -98,7 +114,7 @@ class ColdReader:
         self._threads = WorkThreads(READ_THREADS, "tierd-cold", PageMiss)
         self.on_verified: Callable[[ColdPage, memoryview], None] | None = None
         self._units: Sequence[ColdUnit] = ()
-        self._runs: list[list[list[int]]] = []  # of each unit
+        self._shares: list[list[list[list[int]]]] = []  # of each unit
         self._issued: deque[list[Future[None]]] = deque()
         self._issued_count = 0
         self._taken_count = 0
@@ -110,7 +126,7 @@ class ColdReader:
     def set_schedule(self, units: Sequence[ColdUnit]) -> None:
         """Read `units` in this order, again and again. Drops what an older schedule read."""
         self._drain()
-        self._units, self._runs = units, [unit.runs() for unit in units]
+        self._units, self._shares = units, [unit.shares() for unit in units]
         self._issued_count = self._taken_count = self._released_count = 0
         self._fill()
 
@@ -135,7 +151,7 @@ class ColdReader:
         """
         size = unit.layout.slot_bytes
         views = [into[i * size : (i + 1) * size] for i in range(len(unit.pages))]
-        self._await(unit, [self._submit(unit, run, views) for run in unit.runs()])
+        self._await(unit, self._submit(unit, unit.shares(), views))
 
     def _await(self, unit: ColdUnit, futures: Sequence[Future[None]]) -> None:
         start = self._clock()
@@ -165,28 +181,39 @@ class ColdReader:
         while self._issued_count - self._released_count < ahead_max:
             index = self._issued_count % len(self._units)
             chunk = self._issued_count % self.ring.chunks
-            self._issued.append([self._read(index, run, chunk) for run in self._runs[index]])
+            self._issued.append(self._read(index, chunk))
             self._issued_count += 1
 
-    def _read(self, index: int, run: list[int], chunk: int) -> Future[None]:
+    def _read(self, index: int, chunk: int) -> list[Future[None]]:
         unit = self._units[index]
         size = unit.layout.slot_bytes
         views = [self.ring.view(chunk, i * size, size) for i in range(len(unit.pages))]
-        return self._submit(unit, run, views)
+        return self._submit(unit, self._shares[index], views)
 
     def _submit(
-        self, unit: ColdUnit, run: Sequence[int], views: Sequence[memoryview]
-    ) -> Future[None]:
-        pieces = [(unit.pages[number], views[number]) for number in run]
-        return self._threads.submit(lambda: self._read_run(pieces))
+        self, unit: ColdUnit, shares: Sequence[Sequence[Sequence[int]]], views: Sequence[memoryview]
+    ) -> list[Future[None]]:
+        return [
+            self._threads.submit(
+                partial(
+                    self._read_share,
+                    [[(unit.pages[number], views[number]) for number in run] for run in share],
+                )
+            )
+            for share in shares
+        ]
 
-    def _read_run(self, pieces: _Pieces) -> None:
-        """Read neighbours, together if that works: page by page says which one is at fault."""
-        is_read = len(pieces) > 1 and _read_together(pieces)
-        for page, into in pieces:
-            _read_page(page, into, is_read=is_read)
-            if self.on_verified is not None:
-                self.on_verified(page, into)
+    def _read_share(self, runs: Sequence[_Pieces]) -> None:
+        """Read runs of neighbours, each together if that works, then verify every page.
+
+        Page by page where it does not: that says which one is at fault.
+        """
+        are_read = [_read_together(pieces) for pieces in runs]
+        for pieces, is_read in zip(runs, are_read, strict=True):
+            for page, into in pieces:
+                _read_page(page, into, is_read=is_read)
+                if self.on_verified is not None:
+                    self.on_verified(page, into)
 
     def _drain(self) -> None:
         pending = [future for futures in self._issued for future in futures]

@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import struct
 import threading
 from typing import Any
 
@@ -28,7 +29,7 @@ from tierd_engine.attention.team import Reads, run_team, workers_for
 
 FEW_ROWS_MAX = 16  # up to here ours; beyond, PyTorch's products of blocks are better
 _KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
-_PER_CALL = PRODUCT_FIELDS.index("weights") + 1
+_PER_CALL = struct.Struct(f"={PRODUCT_FIELDS.index('weights') + 1}q")
 
 _lock = threading.Lock()  # held while a product runs: a wait for it ends when that does
 _claimed = np.zeros(8, dtype=np.int64)
@@ -77,27 +78,35 @@ class RowProduct:
         x_kind = _KINDS[dtype]
         kind = x_kind if scales is None else INT8
         self._work = product_address(kind, 1, x_kind), product_address(kind, ROWS_MAX, x_kind)
-        self._fields = job.view(np.int64)[:_PER_CALL]  # keeps the record
+        self._job = job
+        self._fields = job.view(np.uint8).data
         self._job_address = int(job.ctypes.data)
         self._scratch_bytes = int(job["scratch_bytes"][0])
         self._reads = Reads(np.array([weights.data_ptr()], dtype=np.int64), self._bytes)
 
-    def takes(self, x: torch.Tensor) -> bool:
-        """Return whether x [..., width] has few rows, in RAM, and no gradient is wanted."""
-        rows = x.numel() // self._width
-        is_ours = x.dtype == self.dtype and x.is_cpu
-        return is_ours and 0 < rows <= FEW_ROWS_MAX and not torch.is_grad_enabled()
+    def rows_of(self, x: torch.Tensor) -> int:
+        """Return how many rows x [..., width] has, if few, in RAM, and no gradient is wanted; or 0.
 
-    def __call__(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the product [..., outputs] for x that is taken; `weights`: where they are now."""
+        Those are taken.
+        """
+        rows = x.numel() // self._width
+        if rows > FEW_ROWS_MAX or x.dtype is not self.dtype or not x.is_cpu:
+            return 0
+        return 0 if torch.is_grad_enabled() else rows
+
+    def __call__(self, x: torch.Tensor, rows: int, weights: torch.Tensor) -> torch.Tensor:
+        """Return the product [..., outputs] for the rows of x that are taken.
+
+        `weights`: where they are now.
+        """
         x = x.contiguous()
         out = torch.empty((*x.shape[:-1], self._outputs), dtype=self.dtype)
-        rows = x.numel() // self._width
         workers = workers_for(self._bytes)
         with _lock:
             _claimed[0] = 0
-            self._fields[:] = (
-                x.data_ptr(), out.data_ptr(), rows, _claimed_address,
+            # A step does this some hundred times: NumPy takes six times as long.
+            _PER_CALL.pack_into(
+                self._fields, 0, x.data_ptr(), out.data_ptr(), rows, _claimed_address,
                 _scratch.address(workers * self._scratch_bytes), weights.data_ptr(),
             )  # fmt: skip
             run_team(self._work[rows > 1], self._job_address, workers, self._reads)
@@ -115,8 +124,9 @@ class FewRowsLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias: [..., in] to [..., out]."""
-        if self._product.takes(x):
-            return self._product(x, self.weight)
+        rows = self._product.rows_of(x)
+        if rows:
+            return self._product(x, rows, self.weight)
         return torch.nn.functional.linear(x, self.weight, self.bias)
 
 

@@ -117,7 +117,7 @@ def _tier_sections(
             **asdict(tiers[Tier.HOT]),
             "peak_bytes": kv.arena.peak_bytes,
             "budget_bytes": kv.arena.budget_bytes,
-            "staging_bytes": kv.executors.staging_bytes,
+            "staging_bytes": kv.executors.staging_bytes + kv.workings.cold_writer.total_bytes,
             "demotions": kv.agent.demoted_blocks * kv.geometry.layers,
         },
         "warm": {
@@ -130,6 +130,7 @@ def _tier_sections(
             **asdict(tiers[Tier.COLD]),
             "budget_bytes": daemon["tiers"]["cold"]["capacity_bytes"],
             "promotions": _moved(job, stats, "promotions"),
+            "written": kv.workings.cold_writer.figures(),
             "device": daemon["tiers"]["cold"].get("device", ""),
             "bytes_read": kv.workings.cold_bytes_read,
         },

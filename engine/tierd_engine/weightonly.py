@@ -62,8 +62,9 @@ class Int8Linear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias: [..., in] to [..., out]."""
-        if self._product.takes(x):
-            return self._product(x, self.codes)
+        rows = self._product.rows_of(x)
+        if rows:
+            return self._product(x, rows, self.codes)
         return torch.nn.functional.linear(x, self.widened(x.dtype), self.bias)
 
     def widened(self, dtype: torch.dtype) -> torch.Tensor:

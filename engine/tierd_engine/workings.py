@@ -17,6 +17,7 @@ from tierd_engine.agent import TransferAgent
 from tierd_engine.arena import HotArena
 from tierd_engine.attention.executors import Executors
 from tierd_engine.coldread import ColdReader, ColdUnit
+from tierd_engine.coldwrite import ColdWriter
 from tierd_engine.staging import StagingRing
 
 if TYPE_CHECKING:
@@ -56,9 +57,11 @@ class Workings:
             self.executors = Executors(
                 geometry, heads, self.arena, self.reader, self.reader.ring, require_valid
             )
-            self.agent = TransferAgent(client, handle, self.arena)
+            self.cold_writer = ColdWriter(client, handle)
+            self.agent = TransferAgent(client, handle, self.arena, cold=self.cold_writer)
             return
         from tierd_engine.device.arena import DeviceArena
+        from tierd_engine.device.coldstaging import PinnedStaging
         from tierd_engine.device.encoder import DeviceEncoder
         from tierd_engine.device.executors import DeviceExecutors
 
@@ -79,9 +82,13 @@ class Workings:
             self.reader.close()  # the device's memory goes with the rig
             raise
         self.executors = executors
-        self.agent = TransferAgent(
-            client, handle, arena, encode=self._encoder.encode, slab_of=self.slab
+        self.cold_writer = ColdWriter(
+            client, handle, staging=lambda size_bytes: PinnedStaging(device, size_bytes)
         )
+        self.agent = TransferAgent(
+            client, handle, arena, encode=self._encoder.encode, slab_of=self.slab,
+            cold=self.cold_writer,
+        )  # fmt: skip
         client.unmapping.append(self.forget_slabs)
 
     def schedule_cold(self, units: Sequence[ColdUnit]) -> None:
@@ -157,6 +164,7 @@ class Workings:
 
     def close(self) -> None:
         """Stop reading, and give the device's memory back. Gives a running step up. Idempotent."""
+        self.cold_writer.close()
         if self._encoder is not None and self._rig is not None:
             self.executors.close()
             self._encoder.close()
@@ -174,6 +182,7 @@ class Workings:
         """Raise AssertionError unless every part is whole."""
         self.arena.check_integrity()
         self.reader.check_integrity()
+        self.cold_writer.check_integrity()
         self.executors.check_integrity()
         if self._rig is not None:
             self._rig.pins.check_integrity()

@@ -67,7 +67,8 @@ def act(client: Client, kept: dict[str, int], draw: random.Random) -> None:
         return
     blocks = draw.randint(1, 8)
     handle = client.open_session(INT8, MAX_TOKENS)
-    demote(client, handle, range(blocks), include_first=True)
+    writes_cold = draw.random() < 0.7
+    demote(client, handle, range(blocks), include_first=True, writes_cold=writes_cold)
     if draw.random() < 0.7:
         handle.suspend(token_ids(blocks), blocks)
         kept[handle.id] = blocks

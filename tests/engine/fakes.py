@@ -95,7 +95,7 @@ class FakeDaemon:
 
     def plan_demotion(
         self, hot_blocks: list[int], need_blocks: int, *, codecs: Any = None,
-        include_first: bool = False, deadline_seconds: float = 10.0,
+        include_first: bool = False, writes_cold: bool = False, deadline_seconds: float = 10.0,
     ) -> Any:  # fmt: skip
         assert not self.epochs.inside, "demotion inside a step would wait for itself"
         self.rpc_count += 1
@@ -114,6 +114,7 @@ class FakeDaemon:
             slab=np.broadcast_to(np.array(row, np.uint32), shape),
             slot=np.array(slots, np.uint32),
             generation=np.ones(shape, np.uint32),
+            cold=False,
         )
 
     def commit(self, demotion: Any, digests: Any, device_digests: Any = None) -> None:

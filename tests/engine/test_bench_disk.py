@@ -7,27 +7,32 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tierd.clock import SystemClock
+from tierd.codec.layout import page_layout
 from tierd.disk.ledger import Ledger
 from tierd.disk.posix import PosixDisk
 from tierd.errors import StorageError
-from tierd.types import Tier
+from tierd.types import CodecId, Tier
 from tierd_engine.bench import restart
-from tierd_engine.bench.disk import GEOMETRIES, DiskRig, bench_disk, disk_to_dict, print_disk
+from tierd_engine.bench.benchdisks import CountingDisk, SteadyDisk
+from tierd_engine.bench.ceiling import print_ceiling
+from tierd_engine.bench.disk import bench_disk, disk_to_dict, print_disk
+from tierd_engine.bench.diskrig import GEOMETRIES, DiskRig
 from tierd_engine.bench.fio import Limit
 from tierd_engine.bench.restart import bench_restart, print_restart, restart_to_dict
 
 SIZE = 8 << 20
 
 
-def test_all_pages_go_to_disk_and_come_back_in_large_ios(tmp_path: Path) -> None:
-    rig = DiskRig(tmp_path, GEOMETRIES["135m"], SIZE)
+def there_and_back(disk: CountingDisk) -> None:
+    rig = DiskRig(disk, GEOMETRIES["135m"], SIZE)
 
-    async def there_and_back() -> None:
+    async def carry() -> None:
         session = rig.fill()
         rig.allocate(session)
         assert await rig.move(session, Tier.COLD) > 0
@@ -36,10 +41,22 @@ def test_all_pages_go_to_disk_and_come_back_in_large_ios(tmp_path: Path) -> None
         rig.store.check_integrity()
         rig.drop(session)
 
-    asyncio.run(there_and_back())
-    assert rig.disk.io_bytes == 2 * rig.total_bytes
-    assert rig.disk.io_bytes / rig.disk.ios > 1 << 20
+    asyncio.run(carry())
+    assert disk.io_bytes == 2 * rig.total_bytes
+    assert disk.io_bytes / disk.ios > 1 << 20
     rig.close()
+
+
+def test_all_pages_go_to_disk_and_come_back_in_large_ios(tmp_path: Path) -> None:
+    there_and_back(CountingDisk(str(tmp_path), ephemeral=True))
+
+
+def test_a_steady_disk_takes_its_time_and_gives_each_page_its_header_back(tmp_path: Path) -> None:
+    slot_bytes = page_layout(GEOMETRIES["135m"], CodecId.INT8).slot_bytes
+    disk = SteadyDisk(str(tmp_path), 2, 1e9, slot_bytes)
+    start = time.perf_counter()
+    there_and_back(disk)
+    assert time.perf_counter() - start >= disk.io_bytes / 1e9
 
 
 @pytest.mark.parametrize("fio", [False, True])
@@ -67,14 +84,18 @@ def test_a_disk_that_fails_the_limit_is_named(tmp_path: Path, monkeypatch) -> No
 
 def test_the_rows_say_figure_limit_and_ratio(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    rows = bench_disk(tmp_path, ["135m"], SIZE, rounds=1)
+    rows, ceilings = bench_disk(tmp_path, ["135m"], SIZE, rounds=2)
     assert list(tmp_path.iterdir()) == []
-    printed = json.loads(json.dumps(disk_to_dict(rows)))
+    printed = json.loads(json.dumps(disk_to_dict(rows, ceilings)))
     assert printed["read_ratio_to_fio"] == rows[0].read_ratio > 0
     assert printed["write_ratio_to_fio"] == rows[0].write_ratio > 0
+    assert printed["ceiling"][0]["disk_bytes_per_second"] > 0
+    assert rows[0].read_ratios[0] <= rows[0].read_ratio <= rows[0].read_ratios[-1]
     print_disk(rows)
+    print_ceiling(ceilings)
     text = capsys.readouterr().out
     assert "apt-get install fio" in text and "ratio" in text and "loop" in text
+    assert "ceiling" in text and "digests cost" in text
 
 
 def test_a_made_store_starts_whole_from_snapshot_and_journal(tmp_path: Path, capsys) -> None:

@@ -159,6 +159,20 @@ def test_a_read_is_as_large_as_it_must_be_and_no_larger(
     reader.close()
 
 
+def test_one_thread_reads_several_pages_that_lie_apart(
+    slab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coldread, "SHARE_BYTES", 2 * LAYOUT.slot_bytes)
+    reads, reader = _reads(monkeypatch), _reader()
+    unit = _unit(slab, 8, 0, 2, 5, 6)
+    assert unit.shares() == [[[1], [2]], [[3, 4]], [[0]]]
+    reader.set_schedule([unit])
+    assert [len(futures) for futures in reader._issued] == [3]
+    assert _first_bytes(reader.take()) == [8, 0, 2, 5, 6]
+    assert sorted(reads) == [(0, 1), (2, 1), (5, 2), (8, 1)]
+    reader.close()
+
+
 def test_a_page_damaged_among_neighbours_is_read_again_alone_and_named(
     slab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

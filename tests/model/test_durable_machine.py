@@ -23,6 +23,7 @@ from tests.rig import INT8, INT8_BLOCK, LAYERS, Rig
 from tierd.adoption import Offers, inspect
 from tierd.carry import Batch
 from tierd.codec.layout import HEADER_BYTES, page_layout
+from tierd.demotions import Demotion, DemotionPlan
 from tierd.disk.fsck import rebuild
 from tierd.disk.header import verify_slot
 from tierd.disk.simulated import SimulatedDisk
@@ -83,6 +84,7 @@ class DurableMachine(RuleBasedStateMachine):
         self.first_number += 100
         self.store = self.rig.store
         self.alive: set[int] = set()
+        self.recorded: list[tuple[Demotion, int]] = []  # no flush has shown them yet
 
     @initialize()
     def start(self) -> None:
@@ -124,20 +126,41 @@ class DurableMachine(RuleBasedStateMachine):
             session = self.rig.session(engine, INT8, BLOCKS + 1)
             self.known[session.number] = Known()
 
-    @rule(pick=picks, blocks=st.integers(1, BLOCKS))
-    def demote(self, pick: int, blocks: int) -> None:
+    @rule(
+        pick=picks, blocks=st.integers(1, BLOCKS), writes_cold=st.booleans(), at_once=st.booleans()
+    )
+    def demote(self, pick: int, blocks: int, writes_cold: bool, at_once: bool) -> None:
         session = self.pick(pick, owned=True)
         if session is None:
             return
         with contextlib.suppress(TierFull, InvalidArgument):
             plan = self.store.plan_demotion(
-                session.engine_id, session.number, range(blocks), blocks, include_first=True
-            )
+                session.engine_id, session.number, range(blocks), blocks, include_first=True,
+                writes_cold=writes_cold,
+            )  # fmt: skip
             self.commits += 1
             digests = self.rig.write(session, plan, self.commits)
-            self.store.commit(session.engine_id, plan.reservation, digests)
-            versions = self.known[session.number].versions
-            versions |= {(key.layer, key.block): self.commits for key, _ in plan.pages()}
+            recorded = self.store.commit(session.engine_id, plan.reservation, digests)
+            assert (recorded is not None) == (plan.tier is Tier.COLD)
+            if recorded is not None:
+                self.recorded.append((recorded, self.commits))
+            else:
+                self.published(session, plan, self.commits)
+            if at_once:
+                self.finish_commits()
+
+    @rule()
+    def finish_commits(self) -> None:
+        """A flush shows what was recorded, whatever became of its session since."""
+        self.rig.ledger.flush()
+        recorded, self.recorded = self.recorded, []
+        for demotion, version in recorded:
+            if self.store.finish_commit(demotion, None) is None:
+                self.published(demotion.session, demotion.plan, version)
+
+    def published(self, session: Session, plan: DemotionPlan, version: int) -> None:
+        versions = self.known[session.number].versions
+        versions |= {(key.layer, key.block): version for key, _ in plan.pages()}
 
     @rule(pick=picks)
     def suspend(self, pick: int) -> None:

@@ -36,7 +36,7 @@ def drive(seed: int) -> Driven:
     def blocks() -> None:
         for engine in (1, 2):
             machine.register(engine)
-        machine.demote(pick(), draw.randint(2, BLOCKS))
+        machine.demote(pick(), draw.randint(2, BLOCKS), draw.random() < 0.5, draw.random() < 0.7)
 
     def rewrite() -> None:
         """Cut a kept session and let other pages into the slots that it had."""
@@ -58,6 +58,7 @@ def drive(seed: int) -> Driven:
         (2, lambda: machine.tick(0.0)),
         (3, rewrite),
         (1, machine.snapshot),
+        (1, machine.finish_commits),
         (1, lambda: machine.open(draw.choice(sorted(machine.alive) or [1]))),
         (1, lambda: machine.close(pick(), draw.random() < 0.5, True)),
         (1, lambda: machine.die(draw.choice((1, 2)), True)),

@@ -36,7 +36,7 @@ from tierd.errors import (
     TierFull,
 )
 from tierd.memory.pagetable import PageTableReader
-from tierd.placement import Move
+from tierd.moves import Move
 from tierd.sessions import Session
 from tierd.types import CodecId, Namespace, PageKey, Place, SessionState, Tier
 
@@ -213,10 +213,11 @@ class StoreMachine(RuleBasedStateMachine):
         need=st.integers(1, 3),
         codecs=st.none() | st.tuples(*[st.sampled_from([CodecId.INT8, CodecId.RAW])] * LAYERS),
         at_once=st.booleans(),
+        writes_cold=st.booleans(),
     )
     def demote(
         self, pick: int, hot: list[int], need: int, codecs: tuple[CodecId, ...] | None,
-        at_once: bool,
+        at_once: bool, writes_cold: bool = False,
     ) -> None:  # fmt: skip
         session = self.pick(pick, owned=True)
         if session is None:
@@ -224,13 +225,15 @@ class StoreMachine(RuleBasedStateMachine):
         engine = session.engine_id
         try:
             plan = self.store.plan_demotion(
-                engine, session.number, hot, need, codecs=codecs, include_first=True
-            )
+                engine, session.number, hot, need, codecs=codecs, include_first=True,
+                writes_cold=writes_cold,
+            )  # fmt: skip
         except (TierFull, InvalidArgument):
             return
         if plan.reservation in self.lent:
             return  # nothing else is left: the plan that is still open is given again
         assert set(plan.blocks) <= set(hot) and len(plan.blocks) <= need
+        assert writes_cold or plan.tier is Tier.WARM
         self.commits += 1
         digests = self.rig.write(session, plan, self.commits)
         self.lent[plan.reservation] = (engine, session, plan, digests, self.commits)

@@ -52,9 +52,17 @@ def _job_rows(report: Section) -> Iterator[tuple[str, str]]:
     yield "KV", size(report.get("kv_bytes"))
     yield from _device_rows(_section(report, "device"))
     yield "cold tier", str(_section(report, "cold").get("device") or "-")
+    yield from _written_rows(_section(_section(report, "cold"), "written"))
     session = _section(report, "session")
     if session.get("kept"):
         yield "kept as", f"{session.get('id', '-')} (ask more with --resume)"
+
+
+def _written_rows(written: Section) -> Iterator[tuple[str, str]]:
+    pages, failures = written.get("pages"), written.get("failures")
+    if pages or failures:
+        failed = f"; {figure(failures)} times the disk did not take them" if failures else ""
+        yield "demoted past warm", f"{figure(pages)} pages, {size(written.get('bytes'))}{failed}"
 
 
 def _device_rows(device: Section) -> Iterator[tuple[str, str]]:

@@ -31,6 +31,7 @@ class MemoryDisk:
         self.capacity_bytes = capacity_bytes
         self.files: dict[int, bytearray] = {}
         self.named: dict[str, bytearray] = {}
+        self.locked: dict[int, list[tuple[int, int]]] = {}  # by handle: a test's
         self.operations = 0
         self.direct = False
         self._fail = fail
@@ -128,6 +129,10 @@ class MemoryDisk:
     def reader_fd(self, handle: int) -> int:
         """Return -1: nothing outside this process can read it."""
         return -1
+
+    def locked_ranges(self, handle: int) -> list[tuple[int, int]]:
+        """Return what a test says is locked."""
+        return list(self.locked.get(handle, ()))
 
     def release(self, handle: int) -> None:
         """Close a file and keep it."""

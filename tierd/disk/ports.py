@@ -95,6 +95,9 @@ class DiskPort(Protocol):
     def reader_fd(self, handle: int) -> int:
         """Return an fd for reading alone, the disk's; -1 where there is none."""
 
+    def locked_ranges(self, handle: int) -> list[tuple[int, int]]:
+        """Return (start, size) of what other processes have locked of a file (slotlocks.py)."""
+
     def free_bytes(self) -> int:
         """Return the bytes that may still be allocated. Raises StorageError."""
 

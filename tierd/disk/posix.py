@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from tierd.disk.ports import FOLDERS, assert_whole_sectors, folder_of, is_name
+from tierd.disk.slotlocks import locked_ranges
 from tierd.errors import NotFound, StorageError, StorageFull
 from tierd.units import SECTOR_BYTES, format_size
 
@@ -320,6 +321,11 @@ class PosixDisk:
     def reader_fd(self, handle: int) -> int:
         """Return an fd opened for reading alone; it stays the disk's."""
         return self._files[handle].reader_fd
+
+    def locked_ranges(self, handle: int) -> list[tuple[int, int]]:
+        """Return what others have locked of a file; see DiskPort. Raises StorageError."""
+        with self._errors(", locks"), self._using(handle) as file:
+            return locked_ranges(file.fd, 0, file.size_bytes)
 
     def release(self, handle: int) -> None:
         """Close a file and keep it."""

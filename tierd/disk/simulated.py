@@ -316,6 +316,10 @@ class SimulatedDisk:
         """Return -1: nothing outside this process can read it."""
         return -1
 
+    def locked_ranges(self, handle: int) -> list[tuple[int, int]]:
+        """Return none."""
+        return []
+
     def release(self, handle: int) -> None:
         """Close a file and keep it."""
         with self._mutex:

@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tierd.disk.ports import DiskPort
 from tierd.disk.volatile import LedgerPort
@@ -91,6 +91,23 @@ class SlabFiles:
         finally:
             # Afterwards: a sync that runs meanwhile does not cover it, and must not clear it.
             self._unsynced.add(slab_id)
+
+    def written_by_others(self, slab_ids: Collection[int]) -> None:
+        """Engines have written to these slabs: the next sync covers them."""
+        self._unsynced.update(slab_ids)
+
+    def locked_slots(self, slab_id: int, slot_bytes: int) -> set[int]:
+        """Return the slots that somebody is writing to, or may be: every one if none can tell."""
+        handle = self._handle(slab_id)
+        try:
+            locked = self.disk.locked_ranges(handle)
+        except StorageError:
+            locked = [(0, self.disk.size_bytes(handle))]
+        return {
+            slot
+            for start, size in locked
+            for slot in range(start // slot_bytes, -(-(start + size) // slot_bytes))
+        }
 
     def sync(self) -> None:
         """Make every write that has returned durable; blocks. Raises StorageError.

@@ -106,15 +106,18 @@ class PageTableWriter:
 
     def publish_all(self, pages: Sequence[tuple[int, int]], places: Sequence[Place]) -> None:
         """Make pages, (layer, block) each, findable: `publish`, in a tenth of the time a page."""
-        layers, blocks = np.array(pages, np.intp).T
-        assert layers.min() >= 0 and layers.max() < self.layers, f"{layers=}"
-        assert blocks.min() >= 0 and blocks.max() < self.max_blocks, f"{blocks=}"
-        tier, codec, slab, slot, generation = np.array(places, np.uint64).T
-        assert tier.min() > int(Tier.NONE) and slab.min() > 0 and slab.max() <= SLAB_MAX, places
-        eight, four, half = np.uint64(8), np.uint64(4), np.uint64(32)
+        layers, blocks = map(list, zip(*pages, strict=True))
+        assert min(layers) >= 0 and max(layers) < self.layers, f"{layers=}"
+        assert min(blocks) >= 0 and max(blocks) < self.max_blocks, f"{blocks=}"
+        tiers, _, slabs, slots, generations = zip(*places, strict=True)
+        assert min(tiers) > Tier.NONE and min(slabs) > 0 and max(slabs) <= SLAB_MAX, places
+        assert min(slots) >= 0 and max(slots) <= SLOT_MAX, places
+        # Python's numbers: an array of places takes three times as long to make.
+        words = [
+            tier | codec << 4 | slab << 8 | slot << 32 for tier, codec, slab, slot, _ in places
+        ]
         entries = np.zeros(len(places), _ENTRY)
-        entries["word"] = tier | codec << four | slab << eight | slot << half
-        entries["generation"] = generation
+        entries["word"], entries["generation"] = words, generations
         entries["check"] = _checks(entries["word"], entries["generation"])
         self._entries[layers, blocks] = entries
 

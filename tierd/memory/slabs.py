@@ -2,6 +2,7 @@
 
     free --reserve--> reserved --commit--> resident --retire--> retired --reclaim--> free
                          \\--abort--> free      \\--condemn--> bad, for ever
+                         \\--fence--> bad --unfence--> free
 
 Invariants:
   in each slab, free + reserved + resident + retired + bad == slots
@@ -377,6 +378,15 @@ class SlabPool:
         """Reserved slots are not wanted after all."""
         for slab_id, numbers in self._by_slab(slots, RESERVED):
             self._free(slab_id, self._slabs[slab_id], numbers, RESERVED)
+
+    def fence(self, slots: Sequence[Slot]) -> None:
+        """Reserved slots are not wanted, but somebody may be writing to them yet."""
+        self._turn(slots, RESERVED, BAD)
+
+    def unfence(self, slab_id: int, numbers: list[int]) -> None:
+        """Nobody writes to these bad slots any more: they can be used."""
+        if numbers:
+            self._free(slab_id, self._slabs[slab_id], numbers, BAD)
 
     def retire(self, slots: Sequence[Slot], epoch: int) -> None:
         """Resident slots' pages are unpublished at `epoch`. Epochs must not fall."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tierd.errors import InvalidArgument
 from tierd.layercodecs import CodecChoice, layer_codecs
 from tierd.rpc.v1 import tierd_pb2 as pb
-from tierd.types import CodecId, DType, Geometry, Namespace, Place
+from tierd.types import CodecId, DType, Geometry, Namespace, Place, Tier
 
 _DTYPES = {
     DType.FLOAT32: pb.D_TYPE_FLOAT32,
@@ -144,6 +144,7 @@ def plan_to_wire(reservation: int, blocks: Sequence[int], places: Sequence[Seque
         slabs=columns[0].tobytes(),
         slots=columns[1].tobytes(),
         generations=columns[2].tobytes(),
+        cold=places[0][0].tier is Tier.COLD,
     )
 
 

@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model", nargs="*", choices=("8b", "135m"), help="whose pages (default: both)"
     )
     disk.add_argument("--size", type=_size, default="1GiB", help="bytes a round (default 1GiB)")
-    disk.add_argument("--rounds", type=_count, default=5, help="default 5")
+    disk.add_argument("--rounds", type=_count, default=8, help="default 8")
     disk.add_argument("--part", nargs="*", choices=("speed", "restart"), help="default: both")
     disk.add_argument(
         "--pages", type=_count, default=1_000_000, help="of the restart; default 10^6"
@@ -279,8 +279,9 @@ def _memory(options: argparse.Namespace) -> int:
 
 
 def _disk(options: argparse.Namespace) -> int:
-    from tierd.units import parse_size
-    from tierd_engine.bench.disk import GEOMETRIES, bench_disk, disk_to_dict, print_disk
+    from tierd_engine.bench.ceiling import print_ceiling
+    from tierd_engine.bench.disk import bench_disk, disk_to_dict, print_disk
+    from tierd_engine.bench.diskrig import GEOMETRIES
     from tierd_engine.bench.restart import bench_restart, print_restart, restart_to_dict
 
     parts = options.part or ("speed", "restart")
@@ -288,11 +289,13 @@ def _disk(options: argparse.Namespace) -> int:
     holds = []
     if "speed" in parts:
         models = options.model or list(GEOMETRIES)
-        rows = bench_disk(options.folder, models, parse_size(options.size), options.rounds)
-        printed |= disk_to_dict(rows)
+        size_bytes = parse_size(options.size)
+        rows, ceilings = bench_disk(options.folder, models, size_bytes, options.rounds)
+        printed |= disk_to_dict(rows, ceilings)
         holds += [row.holds for row in rows]
         if not options.json:
             print_disk(rows)
+            print_ceiling(ceilings)
     if "restart" in parts:
         restart = bench_restart(options.folder, options.pages, options.rounds)
         printed |= restart_to_dict(restart)

@@ -1,12 +1,12 @@
 """A CUDA GPU behind the device port: CuPy's binding of the runtime, streams shared with torch.
 
-The one module that imports CuPy. Interfaces used, of CuPy 13 and 14 (docs.cupy.dev,
-cupy.cuda.runtime): hostRegister(address, size, flags), hostUnregister(address),
-memcpyAsync(target, source, size, kind, stream), eventRecord(event, stream),
-memcpy2DAsync(target, pitch, source, pitch, width, height, kind, stream),
-eventQuery(event) -> status, streamWaitEvent(stream, event), Stream(non_blocking, priority);
-of torch: cuda.ExternalStream(pointer), cuda.stream(...), cuda.current_stream(). Both use the
-device's primary context, so memory and streams of one are good in the other.
+The one module that imports CuPy. Interfaces used, read off the wheels of CuPy 13.6 and 14.2
+(cupy.cuda.runtime): hostRegister(ptr, size, flags), hostUnregister(ptr), memcpyAsync(dst, src,
+size, kind, stream), memcpy2DAsync(dst, dpitch, src, spitch, width, height, kind, stream),
+eventRecord(event, stream), streamWaitEvent(stream, event), eventQuery(event), which returns a
+status and raises nothing; Event(disable_timing), Device(number).use(). Of torch: cuda.Stream,
+cuda.stream, cuda.current_stream. Streams are torch's, because CuPy 13's have no priority. Both
+use the device's primary context, so memory and streams of one are good in the other.
 
 Invariants:
   a side stream does not synchronise with the default stream
@@ -38,12 +38,11 @@ _POLL_SECONDS = 1e-4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaStream:
-    """A stream's pointer, its torch twin, and CuPy's owner of it (None: torch owns it)."""
+    """A stream's pointer, and torch's object, which owns it."""
 
     name: str
     pointer: int
     twin: Any
-    owner: Any = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,10 +117,11 @@ class CupyDevice:
     def new_stream(self, name: str, *, urgent: bool = False) -> CudaStream:
         """See Device."""
         with _failing(f"stream {name}"):
-            owner = self._cuda.Stream(non_blocking=True, priority=_URGENT if urgent else 0)
-            external: Any = torch.cuda.ExternalStream
-            twin = external(owner.ptr, device=self.torch_device)
-        return CudaStream(name, owner.ptr, twin, owner)
+            # One of 32 that torch keeps of each priority, all non-blocking, in turn: a session
+            # has five, so none of its own is another of them.
+            make: Any = torch.cuda.Stream  # it has no types
+            twin = make(self.torch_device, priority=_URGENT if urgent else 0)
+        return CudaStream(name, twin.cuda_stream, twin)
 
     def new_event(self, name: str) -> CudaEvent:
         """See Device."""

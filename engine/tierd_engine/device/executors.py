@@ -5,7 +5,7 @@
     near       a share of the warm pages, by the CPU where they lie
 
 All leave partials that one merge joins, in a fixed order: hot, streamed in the plan's
-order, near.
+order, near. A prefill chunk goes another way, over the same pages (prefill.py).
 
 Invariants:
   between steps no copy is under way
@@ -15,8 +15,9 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -34,9 +35,13 @@ from tierd_engine.device.near import NearLink
 from tierd_engine.device.parts import Parts
 from tierd_engine.device.pinning import Pins
 from tierd_engine.device.port import Device
+from tierd_engine.device.prefill import DevicePrefill
 from tierd_engine.device.split import Rates, StepTimes, corrected_rates, near_pages
 from tierd_engine.device.stager import Piece, Stager, layer_pieces
 from tierd_engine.staging import RING_CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from tierd_engine.gpu.prefill import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ class _Clock:
     n: int = 0
     positions: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     hot_tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    hot_before: list[int] = field(default_factory=list)  # tokens of each that precede the step's
 
 
 class DeviceExecutors:
@@ -102,6 +108,7 @@ class DeviceExecutors:
         )  # fmt: skip
         self.near = NearLink(device, geometry, heads)
         self._parts = Parts(device, kernels, geometry, heads)
+        self._prefill = DevicePrefill(device, kernels, geometry)
         self.rates = rates
         self._step: _Step | None = None
         self._clock = _Clock()
@@ -128,6 +135,8 @@ class DeviceExecutors:
         self._clock = _Clock(
             time.perf_counter(), self.near.counts.bytes, self.near.counts.seconds,
             self.stager.counts.copied_bytes, n=n, positions=positions, hot_tokens=tokens,
+            hot_before=(view.first_position - plan.hot_first)
+            .clip(0, self.geometry.block_tokens).tolist(),
         )  # fmt: skip
         self._running = True
         self.stager.begin([piece for layer in step.pieces for piece in layer])
@@ -173,7 +182,13 @@ class DeviceExecutors:
         query: [heads, n, head_dim] on the device. `keys`, `values`: in the arena already.
         """
         step, clock = self._current(), self._clock
-        q = query.reshape(query.shape[-3:]).transpose(0, 1).contiguous()
+        query = query.reshape(query.shape[-3:])
+        if clock.n > FEW_QUERIES_MAX:
+            keys, values = (part.reshape(part.shape[-3:]) for part in (keys, values))
+            out = self._prefill.attend(query, keys, values, self._runs(layer, step), scale)
+            self._device.follow(self._device.compute)
+            return out
+        q = query.transpose(0, 1).contiguous()
         near = step.near[layer]
         self._parts.start(clock.n)
         if near:
@@ -188,6 +203,19 @@ class DeviceExecutors:
         out = self._parts.merged()
         self._device.follow(self._device.compute)
         return out.to(query.dtype)
+
+    def _runs(self, layer: int, step: _Step) -> Iterator[Run]:
+        """Lend what lies before a prefill chunk: hot pages, then each piece in the ring."""
+        from tierd_engine.gpu.prefill import Run
+
+        if step.plan.hot_blocks:
+            yield Run(self.arena.layout, step.hot_addresses[layer], self._clock.hot_before)
+        for _ in step.pieces[layer]:
+            staged = self.stager.take()
+            self.stager.wait_filled(staged)
+            piece = staged.piece
+            yield Run(piece.layout, staged.addresses, [self.geometry.block_tokens] * piece.count)
+            self.stager.release()
 
     def _attend_hot(self, layer: int, step: _Step, q: torch.Tensor, scale: float) -> None:
         pages = len(step.plan.hot_blocks)
@@ -261,7 +289,8 @@ class DeviceExecutors:
     @property
     def staging_bytes(self) -> int:
         """Bytes of all staging, host's and device's: they do not grow with the context."""
-        on_device = self.stager.total_bytes + self._parts.total_bytes + self.near.total_bytes
+        parts = self.stager, self._parts, self.near, self._prefill
+        on_device = sum(part.total_bytes for part in parts)
         if self.direct is not None:
             on_device += self.direct.total_bytes
         return self.reader.ring.total_bytes + on_device
@@ -270,7 +299,7 @@ class DeviceExecutors:
         """Give the device's memory back. A running step is given up."""
         self.cancel()
         self._device.follow(self._device.compute)
-        for part in (self.stager, self.near, self._parts):
+        for part in (self.stager, self.near, self._parts, self._prefill):
             part.close()
         if self.direct is not None:
             self.direct.close()

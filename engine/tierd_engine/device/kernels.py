@@ -6,13 +6,16 @@ those of tierd_engine.gpu: attend_pages, merge_partials and encode_pages.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from tierd.codec.layout import PageLayout
 from tierd.types import CodecId
+
+if TYPE_CHECKING:
+    from tierd_engine.gpu.prefill import PrefillStaging
 
 
 class PageKernels(Protocol):
@@ -40,6 +43,11 @@ class PageKernels(Protocol):
 
     def digest(self, addresses: torch.Tensor, size_bytes: int, out: torch.Tensor) -> None:
         """Write device digests of payloads, int64 [pages] with uint64's bits."""
+
+    def decode(
+        self, layout: PageLayout, addresses: torch.Tensor, staging: PrefillStaging, start: int
+    ) -> None:
+        """Decode whole pages to a staging's tokens `start` on, one after the other."""
 
 
 class TritonKernels:
@@ -85,6 +93,14 @@ class TritonKernels:
         from tierd_engine.gpu.digesting import digest_pages
 
         out.copy_(digest_pages(addresses, size_bytes))
+
+    def decode(
+        self, layout: PageLayout, addresses: torch.Tensor, staging: PrefillStaging, start: int
+    ) -> None:
+        """See PageKernels."""
+        from tierd_engine.gpu.prefill import decode_on_gpu
+
+        decode_on_gpu(layout, addresses, staging, start)
 
 
 class HostKernels:
@@ -144,6 +160,17 @@ class HostKernels:
         from tierd.codec.devicedigest import device_digests
 
         out.copy_(torch.from_numpy(device_digests(addresses.numpy(), size_bytes).view(np.int64)))
+
+    def decode(
+        self, layout: PageLayout, addresses: torch.Tensor, staging: PrefillStaging, start: int
+    ) -> None:
+        """See PageKernels."""
+        from tierd.codec import decode_pages
+
+        # NumPy knows no bfloat16: the codec takes the bits.
+        bits = torch.float32 if staging.keys.dtype is torch.float32 else torch.uint16
+        keys, values = (part.view(bits).numpy() for part in (staging.keys, staging.values))
+        decode_pages(addresses.numpy(), layout, keys, values, start)
 
 
 _QUERIES_AT_ONCE = 16  # that the CPU's kernel takes

@@ -1,9 +1,10 @@
 """Direct cold reads by kvikio: cuFile where the system has it, else kvikio's own copies.
 
 The one module that imports kvikio, and only when a path is opened: kvikio needs libcuda.so.1.
-Interfaces used (docs.rapids.ai/api/kvikio): CuFile(path, "r"), CuFile.pread(buffer, size,
-file_offset) -> IOFuture, IOFuture.get() -> bytes read, CuFile.close(), defaults.set(name, value)
-or, before 25.04, defaults.gds_threshold_reset(bytes) and num_threads_reset(count).
+Interfaces used, read off the wheels of 25.4 and 26.10: CuFile(file, flags) with "r" to read and
+"r+" to write, CuFile.pread(buf, size, file_offset) and pwrite alike -> IOFuture, IOFuture.get()
+-> bytes done, CuFile.close(), defaults.set(name, value). What its C++ throws comes as
+RuntimeError, ValueError, MemoryError, IndexError or ArithmeticError (Cython's rule).
 
 Invariants:
   `start` never waits: all of kvikio runs on this object's threads
@@ -30,6 +31,9 @@ from tierd_engine.workthreads import WorkThreads
 _THREADS = 4  # a unit of 8 MiB each; within one, kvikio has threads of its own
 _TASK_THREADS = 8
 _GDS_BYTES_MIN = 4096  # kvikio's own 1 MiB would send single pages through RAM
+_KVIKIO_ERRORS = (
+    RuntimeError, OSError, ValueError, TypeError, MemoryError, LookupError, ArithmeticError,
+)  # fmt: skip
 
 
 class KvikioRead:
@@ -70,7 +74,7 @@ class KvikioPath:
         size = target.numel()
         try:
             got = self._file(fd).pread(target, size, offset).get()
-        except (RuntimeError, OSError, ValueError, TypeError) as error:
+        except _KVIKIO_ERRORS as error:
             raise DeviceFailed(f"direct read: {error}") from error
         if got != size:
             raise DeviceFailed(f"direct read: {got} of {size} bytes were read")
@@ -97,10 +101,6 @@ def _import_kvikio() -> Any:
         from kvikio import defaults
     except (ImportError, OSError) as error:
         raise DeviceUnavailable(f"kvikio cannot be used: {error}") from error
-    if hasattr(defaults, "set"):
-        defaults.set("gds_threshold", _GDS_BYTES_MIN)
-        defaults.set("num_threads", _TASK_THREADS)
-    else:
-        defaults.gds_threshold_reset(_GDS_BYTES_MIN)
-        defaults.num_threads_reset(_TASK_THREADS)
+    defaults.set("gds_threshold", _GDS_BYTES_MIN)
+    defaults.set("num_threads", _TASK_THREADS)
     return kvikio

@@ -1,8 +1,9 @@
 """Prefill over tiers on a GPU: pages decoded run by run into staging, PyTorch's attention with lse.
 
 Memory does not grow with the context: one staging buffer holds the decoded tokens of a run, the
-attention over it leaves (o, lse), and a merge joins that to what is there. All is launched on the
-current stream, in order, so the buffer needs no second copy of itself; nothing waits.
+attention over it leaves (o, lse), and a merge joins that to what is there. All is launched on one
+stream, in order, so the buffer needs no second copy of itself; nothing waits. What is launched
+changes nothing but tensors that were there before: a fake device may run it later.
 
 The staging's dtype says how exact it is. In float32 partials are what they are on the CPU. In the
 model's own 16-bit dtype, many times faster on tensor cores, decoded elements and each run's o are
@@ -12,7 +13,8 @@ largest, however many runs there are, since the merge's weights, in float32 as l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -23,7 +25,6 @@ from tierd.codec.layout import PageLayout
 from tierd.types import DType, Geometry
 from tierd_engine.arena import TORCH_DTYPES
 from tierd_engine.attention.flash import FlashPartial, merge_into
-from tierd_engine.gpu.decoding import decode_pages
 
 # A layer of Llama-3's takes 4 KiB a token in bfloat16: runs of 16,384 tokens, so the launches and
 # the merge (12 bytes of o an element read and written) are lost in the attention over them.
@@ -31,6 +32,11 @@ STAGING_BYTES = 64 << 20
 FLASH_HEAD_DIM_MAX = 256
 _ATEN = torch.ops.aten
 _DIM_STEP = 8  # of head_dim: what the GPU's kernels take
+
+
+# Decodes whole pages at addresses int64 [pages]: layout, the staging, its first token.
+Decode = Callable[[PageLayout, torch.Tensor, "PrefillStaging", int], None]
+Launch = Callable[[Callable[[], None]], None]
 
 
 class Run(NamedTuple):
@@ -48,7 +54,8 @@ class Run(NamedTuple):
 class PrefillStaging:
     """K and V, [kv_heads, capacity_tokens, head_dim] each, of float32 or the model's dtype.
 
-    Whole blocks are decoded, so it holds one at least.
+    Whole blocks are decoded, so it holds one at least. `memory`: uint8 of `staging_bytes`, which
+    stays its owner's; None: its own. `decode` None: the GPU's kernel.
     """
 
     def __init__(
@@ -57,14 +64,21 @@ class PrefillStaging:
         device: torch.device,
         dtype: DType,
         budget_bytes: int = STAGING_BYTES,
+        *,
+        memory: torch.Tensor | None = None,
+        decode: Decode | None = None,
     ) -> None:
         assert dtype in (DType.FLOAT32, geometry.dtype)
         self.dtype = dtype
         self.row_bytes = geometry.head_dim * dtype.itemsize
-        block_bytes = 2 * geometry.kv_heads * self.row_bytes * geometry.block_tokens
-        self.capacity_tokens = max(1, budget_bytes // block_bytes) * geometry.block_tokens
+        total_bytes = staging_bytes(geometry, dtype, budget_bytes)
+        token_bytes = 2 * geometry.kv_heads * self.row_bytes
+        self.capacity_tokens = total_bytes // token_bytes
         shape = (2, geometry.kv_heads, self.capacity_tokens, geometry.head_dim)
-        self._both = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
+        if memory is None:
+            memory = torch.empty(total_bytes, dtype=torch.uint8, device=device)
+        self._both = memory[:total_bytes].view(TORCH_DTYPES[dtype]).view(shape)
+        self._decode = decode or decode_on_gpu
         self.keys, self.values = self._both
 
     @property
@@ -74,11 +88,29 @@ class PrefillStaging:
 
     def decode(self, layout: PageLayout, addresses: torch.Tensor, start: int) -> None:
         """Decode whole pages to tokens `start` on, one after the other."""
-        pages = torch.arange(len(addresses), dtype=torch.int64, device=addresses.device)
-        offsets = (start + layout.block_tokens * pages) * self.row_bytes
-        keys_to, values_to = (part.data_ptr() + offsets for part in (self.keys, self.values))
-        head_bytes = self.capacity_tokens * self.row_bytes
-        decode_pages(addresses, keys_to, values_to, head_bytes, layout, self.dtype)
+        self._decode(layout, addresses, self, start)
+
+
+def staging_bytes(geometry: Geometry, dtype: DType, budget_bytes: int = STAGING_BYTES) -> int:
+    """Return the bytes of staging within a budget: whole blocks, one at least."""
+    block_bytes = 2 * geometry.kv_heads * geometry.head_dim * dtype.itemsize * geometry.block_tokens
+    return max(1, budget_bytes // block_bytes) * block_bytes
+
+
+def decode_on_gpu(
+    layout: PageLayout, addresses: torch.Tensor, staging: PrefillStaging, start: int
+) -> None:
+    from tierd_engine.gpu.decoding import decode_pages
+
+    pages = torch.arange(len(addresses), dtype=torch.int64, device=addresses.device)
+    offsets = (start + layout.block_tokens * pages) * staging.row_bytes
+    keys_to, values_to = (part.data_ptr() + offsets for part in (staging.keys, staging.values))
+    head_bytes = staging.capacity_tokens * staging.row_bytes
+    decode_pages(addresses, keys_to, values_to, head_bytes, layout, staging.dtype)
+
+
+def _at_once(kernel: Callable[[], None]) -> None:
+    kernel()
 
 
 def attend_many(
@@ -88,6 +120,8 @@ def attend_many(
     runs: Iterable[Run],
     staging: PrefillStaging,
     scale: float,
+    *,
+    launch: Launch = _at_once,
 ) -> FlashPartial:
     """Return (o, lse) of a chunk's queries over its own tokens, causally, and over all `runs`.
 
@@ -95,14 +129,18 @@ def attend_many(
     device, any float dtype. Returns o [heads, n, head_dim] and lse [heads, n] (natural logarithm),
     float32. When the next run is asked for, all reads of the last one's pages have been launched:
     who lends them may record an event there, and reuse them after it. No runs is allowed.
+    `launch`: puts a kernel on the stream; the result is there once all of them have run.
     """
     q, own_keys, own_values = (x.to(staging.keys.dtype) for x in (q, own_keys, own_values))
-    result = _attend_own(q, own_keys, own_values, scale)
-    filled = 0
+    with torch.inference_mode(False):  # written to by kernels that may run outside it
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        result = FlashPartial(torch.empty(q.shape, dtype=torch.float32, device=q.device), lse)
+    launch(lambda: _attend_own(q, own_keys, own_values, scale, result))
+    filler = _Filler(q, result, staging, scale, launch)
     for run in runs:
         for count, addresses in _stretches(run):
-            filled = _stage(run.layout, addresses, count, filled, q, result, staging, scale)
-    _attend_staged(filled, q, result, staging, scale)
+            filler.stage(run.layout, addresses, count)
+    filler.attend()
     return result
 
 
@@ -124,51 +162,60 @@ def _stretches(run: Run) -> Iterable[tuple[int, torch.Tensor]]:
         at += pages
 
 
-def _stage(
-    layout: PageLayout,
-    addresses: torch.Tensor,
-    count: int,
-    filled: int,
-    q: torch.Tensor,
-    result: FlashPartial,
-    staging: PrefillStaging,
-    scale: float,
-) -> int:
-    """Decode pages of `count` tokens each behind `filled` tokens; return how many stand there."""
-    done = 0
-    while done < len(addresses):
-        room = (staging.capacity_tokens - filled) // layout.block_tokens
-        if room == 0:
-            _attend_staged(filled, q, result, staging, scale)
-            filled = 0
-            continue
-        part = addresses[done : done + room]
-        staging.decode(layout, part, filled)
-        filled += len(part) * count
-        done += len(part)
-    return filled
+class _Filler:
+    """Fills the staging with tokens, and attends over them when it is full."""
+
+    def __init__(
+        self, q: torch.Tensor, result: FlashPartial, staging: PrefillStaging, scale: float,
+        launch: Launch,
+    ) -> None:  # fmt: skip
+        self._q, self._result, self._staging = q, result, staging
+        self._scale, self._launch = scale, launch
+        self._filled = 0
+
+    def stage(self, layout: PageLayout, addresses: torch.Tensor, count: int) -> None:
+        """Decode pages of `count` tokens each behind what stands there."""
+        staging, done = self._staging, 0
+        while done < len(addresses):
+            room = (staging.capacity_tokens - self._filled) // layout.block_tokens
+            if room == 0:
+                self.attend()
+                continue
+            part = addresses[done : done + room]
+            self._launch(partial(staging.decode, layout, part, self._filled))
+            self._filled += len(part) * count
+            done += len(part)
+
+    def attend(self) -> None:
+        """Merge the attention over what stands there into the result; it is empty then."""
+        filled, self._filled = self._filled, 0
+        if filled:
+            q, result, staging, scale = self._q, self._result, self._staging, self._scale
+            self._launch(lambda: _attend_staged(filled, q, result, staging, scale))
 
 
 def _attend_staged(
     filled: int, q: torch.Tensor, result: FlashPartial, staging: PrefillStaging, scale: float
 ) -> None:
     """Merge the attention over the first `filled` staged tokens into `result`."""
-    if filled == 0:
-        return
     heads, n, head_dim = q.shape
     keys, values = staging.keys[:, :filled], staging.values[:, :filled]
     # Heads that share K and V are queries of one: neither is repeated.
     folded = q.reshape(len(keys), heads // len(keys) * n, head_dim)
     o, lse = attend_rows(folded, keys, values, scale, is_causal=False)
-    merge_into(result, FlashPartial(o.reshape(heads, n, head_dim), lse.reshape(heads, n)))
+    merged = FlashPartial(result.o, result.lse)
+    merge_into(merged, FlashPartial(o.reshape(heads, n, head_dim), lse.reshape(heads, n)))
+    result.lse.copy_(merged.lse)
 
 
 def _attend_own(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
-) -> FlashPartial:
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, result: FlashPartial
+) -> None:
     repeats = len(q) // len(keys)
     keys, values = (x.repeat_interleave(repeats, 0) for x in (keys, values))
-    return FlashPartial(*attend_rows(q, keys, values, scale, is_causal=True))
+    o, lse = attend_rows(q, keys, values, scale, is_causal=True)
+    result.o.copy_(o)
+    result.lse.copy_(lse)
 
 
 def attend_rows(

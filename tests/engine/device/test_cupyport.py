@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import ctypes
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.device.stubs import Runtime, TorchStream, cupy_cuda
 from tierd.errors import DeviceFailed, DeviceUnavailable
 from tierd_engine.device import cupyport
 from tierd_engine.device.fake import FakeDevice
@@ -68,71 +68,20 @@ def test_the_names_it_uses_are_in_cupy() -> None:
     }
     assert len(used) > 8
     assert all(hasattr(cupy.cuda.runtime, name) for name in used)
-    assert "priority" in inspect.signature(cupy.cuda.Stream.__init__).parameters
-
-
-class Runtime:
-    """A CUDA runtime on the host's memory that does all at once; arguments in CUDA's order."""
-
-    memcpyHostToDevice, memcpyDeviceToHost = 1, 2
-
-    class CUDARuntimeError(RuntimeError):
-        pass
-
-    def __init__(self) -> None:
-        self.pinned: dict[int, int] = {}
-        self.said: list[tuple[str, int, int]] = []
-        self.status = 0
-
-    def hostRegister(self, address: int, size: int, flags: int) -> None:
-        if size > 8192:
-            raise self.CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
-        self.pinned[address] = flags
-
-    def hostUnregister(self, address: int) -> None:
-        del self.pinned[address]
-
-    def memcpyAsync(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
-        self.said.append(("copy", kind, stream))
-        ctypes.memmove(target, source, size)
-
-    def memcpy2DAsync(
-        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int,
-        height: int, kind: int, stream: int,
-    ) -> None:  # fmt: skip
-        for row in range(height):
-            self.memcpyAsync(
-                target + row * target_pitch, source + row * source_pitch, width, kind, stream
-            )
-
-    def eventRecord(self, event: int, stream: int) -> None:
-        self.said.append(("record", event, stream))
-
-    def streamWaitEvent(self, stream: int, event: int) -> None:
-        self.said.append(("wait", event, stream))
-
-    def eventQuery(self, event: int) -> int:
-        return self.status
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """Put the runtime where CuPy's would be, and a torch that thinks it has a GPU."""
     runtime = Runtime()
-    module = SimpleNamespace(
-        runtime=runtime,
-        Device=lambda number: SimpleNamespace(use=lambda: None),
-        Stream=lambda non_blocking, priority: SimpleNamespace(ptr=11 + priority),
-        Event=lambda disable_timing: SimpleNamespace(ptr=99),
-    )
-    monkeypatch.setattr(cupyport, "_import_cuda", lambda: module)
+    monkeypatch.setattr(cupyport, "_import_cuda", lambda: cupy_cuda(runtime))
     current = SimpleNamespace(cuda_stream=7)
     stubs: dict[str, Any] = {
         "is_available": lambda: True,
         "set_device": lambda number: None,
         "get_device_name": lambda number: "stub",
         "current_stream": lambda number: current,
-        "ExternalStream": lambda pointer, device: SimpleNamespace(cuda_stream=pointer),
+        "Stream": TorchStream,
         "stream": lambda twin: contextlib.nullcontext(),
     }
     for name, stub in stubs.items():
@@ -165,7 +114,7 @@ def test_calls_reach_the_runtime_with_their_arguments_in_order(cuda: Runtime) ->
 def test_what_the_runtime_refuses_is_typed_and_waits_are_bounded(cuda: Runtime) -> None:
     device = cupyport.CupyDevice()
     device.register(4096, 4096)
-    with pytest.raises(DeviceFailed, match=r"pinning 1\.0 MiB: cudaErrorMemoryAllocation"):
+    with pytest.raises(DeviceFailed, match=r"pinning 1\.0 MiB: cudaError 2"):
         device.register(1 << 30, 1 << 20)
     assert list(cuda.pinned) == [4096]
     event = device.new_event("late")
@@ -173,7 +122,7 @@ def test_what_the_runtime_refuses_is_typed_and_waits_are_bounded(cuda: Runtime) 
     with pytest.raises(DeviceFailed, match=r"wait: x: late is not reached within 0\.01 s on stub"):
         device.wait_host(event, 0.01, "wait: x")
     cuda.status = 700
-    with pytest.raises(DeviceFailed, match="late: 700"):
+    with pytest.raises(DeviceFailed, match="late: cudaError 700"):
         device.is_reached(event)
     device.close()
     device.close()

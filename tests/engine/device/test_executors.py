@@ -38,6 +38,7 @@ from tierd_engine.device.parts import Part, Parts
 from tierd_engine.device.pinning import HostLimits, Pins
 from tierd_engine.device.port import Event
 from tierd_engine.device.split import Rates
+from tierd_engine.gpu import prefill
 
 SEEDS = range(100)
 NEAR_FENCES = [
@@ -158,7 +159,7 @@ def run(
     return rig
 
 
-@pytest.mark.parametrize("n", [1, 3, 20])
+@pytest.mark.parametrize("n", [1, 3, 17, 20])
 @pytest.mark.parametrize("mode", list(PlanMode))
 def test_every_mode_is_right_in_random_orders(mode: PlanMode, n: int) -> None:
     case = functools.partial(run, mode=mode, n=n)
@@ -177,6 +178,66 @@ def test_the_explorer_sees_each_fence_left_out(fence: Fence) -> None:
         run(chooser, fence, cold=0, mode=PlanMode.STREAM)
 
     assert explore_random(both, SEEDS) is not None
+
+
+@pytest.mark.parametrize("codec", [CodecId.RAW, CodecId.INT8, CodecId.FP8])
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+@pytest.mark.parametrize("n", [17, 24])  # hot pages before the chunk: one whole or a part; a part
+def test_a_prefill_chunk_is_right_over_pages_of_any_codec(
+    n: int, dtype: DType, codec: CodecId
+) -> None:
+    geometry = Geometry(2, 1, D, dtype, TOKENS)
+    device = FakeDevice(RandomChooser(n), follows=False)
+    rig = Rig(World(geometry=geometry, codec=codec), device, n)
+    outs = rig.step(PlanMode.AUTO)
+    device.drain()
+    for layer, out in enumerate(outs):
+        assert out.dtype == TORCH_DTYPES[dtype]
+        q = random_q(layer, n, rig.hot_keys.dtype)
+        atol = 2e-5 if dtype is DType.FLOAT32 else 3e-2
+        np.testing.assert_allclose(out.double().numpy(), rig.expected(layer, q), atol=atol)
+    assert rig.executors._parts.filled == 0, "the paged kernel had no part in it"
+    rig.close()
+
+
+@pytest.mark.parametrize("pages", [1, 2, 5, 64])
+def test_a_prefill_chunk_is_right_with_staging_of_any_size(
+    pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = 2 * GEOMETRY.kv_heads * D * 4 * TOKENS
+    sized = functools.partial(prefill.staging_bytes, budget_bytes=pages * page)
+    monkeypatch.setattr(prefill, "staging_bytes", lambda g, d, b=0: sized(g, d))
+    assert explore_random(functools.partial(run, n=20), range(4)) is None
+
+
+PREFILL_FENCES = [*STREAM_FENCES]
+
+
+@pytest.mark.parametrize("fence", PREFILL_FENCES)
+def test_the_explorer_sees_each_fence_of_a_prefill_chunk_left_out(fence: Fence) -> None:
+    def both(chooser: Chooser) -> None:
+        run(chooser, fence, n=20)
+        run(chooser, fence, n=20, cold=0)
+
+    assert explore_random(both, SEEDS) is not None
+
+
+def test_a_prefill_chunk_has_those_fences_and_no_others() -> None:
+    labels = set(run(FirstChooser(), n=20).device.labels)
+    assert labels - {Fence.RECORD_DEMAND, Fence.RECORD_WRITTEN, *END_FENCES} == set(PREFILL_FENCES)
+
+
+def test_a_prefill_chunk_given_up_leaves_no_copy_and_the_next_is_right() -> None:
+    device = FakeDevice(RandomChooser(4))
+    rig = Rig(World(), device, 20)
+    view = StepView(rig.end - 20, np.arange(rig.end - 20, rig.end), np.array([16, 8], np.int32))
+    rig.executors.begin(rig.plan(), view, PlanMode.AUTO)
+    rig.write(0)
+    rig.executors.attend(0, random_q(0, 20).transpose(0, 1), *rig.own(0), SCALE)
+    rig.executors.cancel()
+    rig.world.reader.taken = rig.world.reader.released = 0  # a schedule made anew
+    rig.compare(rig.step(PlanMode.AUTO))
+    rig.close()
 
 
 def test_the_fences_are_those_and_no_others() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import threading
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.engine.device.stubs import CuFile, kvikio_modules
 from tierd.errors import DeviceUnavailable
 from tierd_engine.device import probing
 from tierd_engine.device.coldpath import PathKind
@@ -94,46 +93,14 @@ def test_the_drivers_counts_are_read_or_absent(tmp_path: Path) -> None:
     assert counted_reads(stats) is None
 
 
-class FakeCuFile:
-    """kvikio's file, on the host: reads at once, as many bytes as `give` lets it."""
-
-    gate = threading.Event()
-    short = 0
-    error: type[Exception] | None = None
-
-    def __init__(self, path: str, flags: str) -> None:
-        self.fd = os.open(path, os.O_RDONLY)
-
-    def pread(self, target: torch.Tensor, size: int, file_offset: int) -> FakeCuFile:
-        if FakeCuFile.error is not None:
-            raise FakeCuFile.error("cuFile failed")
-        data = os.pread(self.fd, size, file_offset)
-        target.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        self.got = len(data) - FakeCuFile.short
-        return self
-
-    def get(self) -> int:
-        FakeCuFile.gate.wait(10)
-        return self.got
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-
 @pytest.fixture
 def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """A stand-in for kvikio's module; yields what was set in its defaults."""
-    settings: dict[str, int] = {}
-    module = types.ModuleType("kvikio")
-    module.CuFile = FakeCuFile  # type: ignore[attr-defined]
-    defaults = types.SimpleNamespace(set=settings.__setitem__)
-    module.defaults = defaults  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "kvikio", module)
-    monkeypatch.setitem(sys.modules, "kvikio.defaults", defaults)  # type: ignore[arg-type]
-    FakeCuFile.gate.set()
-    FakeCuFile.short, FakeCuFile.error = 0, None
-    yield settings
-    FakeCuFile.gate.set()
+    """A stand-in for kvikio's modules; yields what was set in its defaults."""
+    modules = kvikio_modules()
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield modules["kvikio.defaults"].settings  # type: ignore[attr-defined]
+    CuFile.gate.set()
 
 
 def test_kvikios_calls_read_an_open_file_by_its_descriptor(
@@ -148,16 +115,16 @@ def test_kvikios_calls_read_an_open_file_by_its_descriptor(
     read = path.start(fd, 8192, target)
     assert read.wait(10) and read.error == ""
     assert bytes(target.numpy()) == bytes(range(256)) * 16
-    FakeCuFile.short = 1
+    CuFile.short = 1
     read = path.start(fd, 0, target)
     assert read.wait(10) and read.error == "direct read: 4095 of 4096 bytes were read"
-    FakeCuFile.error = RuntimeError
+    CuFile.error = RuntimeError("cuFile failed")
     read = path.start(fd, 0, target)
     assert read.wait(10) and read.error == "direct read: cuFile failed"
     read = path.start(9999, 0, target)
     assert read.wait(10) and "Bad file descriptor" in read.error
-    FakeCuFile.error = None
-    FakeCuFile.gate.clear()
+    CuFile.error = None
+    CuFile.gate.clear()
     assert not path.start(fd, 0, target).wait(0.02)
     path.close()
     os.close(fd)

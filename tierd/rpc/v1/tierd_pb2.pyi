@@ -238,34 +238,38 @@ class AdoptReply(_message.Message):
     def __init__(self, warm_pages: _Optional[int] = ..., cold_pages: _Optional[int] = ..., wrong_pages: _Optional[int] = ...) -> None: ...
 
 class PlanDemotionRequest(_message.Message):
-    __slots__ = ("session", "hot_blocks", "need_blocks", "include_first", "codecs")
+    __slots__ = ("session", "hot_blocks", "need_blocks", "include_first", "codecs", "writes_cold")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     HOT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NEED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_FIRST_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
+    WRITES_COLD_FIELD_NUMBER: _ClassVar[int]
     session: int
     hot_blocks: _containers.RepeatedScalarFieldContainer[int]
     need_blocks: int
     include_first: bool
     codecs: bytes
-    def __init__(self, session: _Optional[int] = ..., hot_blocks: _Optional[_Iterable[int]] = ..., need_blocks: _Optional[int] = ..., include_first: bool = ..., codecs: _Optional[bytes] = ...) -> None: ...
+    writes_cold: bool
+    def __init__(self, session: _Optional[int] = ..., hot_blocks: _Optional[_Iterable[int]] = ..., need_blocks: _Optional[int] = ..., include_first: bool = ..., codecs: _Optional[bytes] = ..., writes_cold: bool = ...) -> None: ...
 
 class PlanDemotionReply(_message.Message):
-    __slots__ = ("reservation", "blocks", "slabs", "slots", "generations", "codecs")
+    __slots__ = ("reservation", "blocks", "slabs", "slots", "generations", "codecs", "cold")
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SLABS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
+    COLD_FIELD_NUMBER: _ClassVar[int]
     reservation: int
     blocks: _containers.RepeatedScalarFieldContainer[int]
     slabs: bytes
     slots: bytes
     generations: bytes
     codecs: bytes
-    def __init__(self, reservation: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., slabs: _Optional[bytes] = ..., slots: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., codecs: _Optional[bytes] = ...) -> None: ...
+    cold: bool
+    def __init__(self, reservation: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., slabs: _Optional[bytes] = ..., slots: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., codecs: _Optional[bytes] = ..., cold: bool = ...) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("reservation", "digests", "device_digests")

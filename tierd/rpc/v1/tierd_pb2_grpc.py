@@ -440,14 +440,16 @@ class PlacementServicer(object):
     """
 
     def PlanDemotion(self, request, context):
-        """Lends warm slots for some of the hot blocks. Waits for room up to the call's deadline.
+        """Lends warm slots for some of the hot blocks; cold ones where warm is full and the caller
+        writes these itself. Waits for room up to the call's deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Publishes a plan's pages: their bytes stand in the lent slots.
+        """Publishes a plan's pages: their bytes stand in the lent slots. Of cold ones, once a restart
+        would find them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
