@@ -167,11 +167,12 @@ class QualityGuard:
         """Return every codec that pages may get."""
         return tuple({c for asked in self._asked for c in (asked, *better_codecs(asked))})
 
-    def wants(self, queries: int) -> bool:
-        """Whether a step of so many queries is to be observed: decode's, only before a verdict."""
-        if self.verdict is None:
-            return True
-        return queries >= QUERIES and self.verdict.source == "measured"
+    def wants(self, queries: int, end: int) -> bool:
+        """Whether a step of so many queries, `end` tokens at its end, is to be observed.
+
+        After a verdict: not decode's, and none before a measurement is due again.
+        """
+        return self.verdict is None or (queries >= QUERIES and self.is_due(end))
 
     def is_due(self, position: int) -> bool:
         """Whether pages that leave hot at `position` tokens ask for a measurement first."""

@@ -197,7 +197,8 @@ class SessionKV:
 
         query: [heads, n, head_dim]; keys, values: [kv_heads, n, head_dim], the step's own.
         """
-        if self.guard is not None and self.guard.wants(query.shape[-2]):
+        n = query.shape[-2]
+        if self.guard is not None and self.guard.wants(n, self.position + n):
             self.guard.observe(layer, query.reshape(query.shape[-3:]), self.position, scale)
         return self.executors.attend(layer, query, keys, values, scale)
 

@@ -27,6 +27,7 @@ from tierd_engine.guard import (
     KL_LIMITS,
     KL_PER_ERROR,
     QualityGuard,
+    Verdict,
     caution,
     choose_codecs,
     layer_budget,
@@ -308,6 +309,17 @@ def test_a_guard_measures_again_as_the_session_grows_and_layers_only_rise(
     assert set(codecs[turned:]) == {CodecId.K8V4}
     # A quarter longer each time: so the moments of a long session are few.
     assert all(b + 1 >= 1.1 * a for a, b in itertools.pairwise(moments))
+
+
+def test_after_a_verdict_only_prefill_steps_that_end_where_it_is_due_again_are_observed() -> None:
+    geometry = Geometry(1, 1, 32, DType.FLOAT32, 16)
+    guard = QualityGuard(Namespace(geometry, "w", CodecId.INT4), 2)
+    assert guard.wants(1, 1) and guard.is_due(1)
+    guard.verdict, guard._next_position = Verdict("measured", []), 100
+    assert [guard.wants(64, end) for end in (99, 100)] == [False, True]
+    assert not guard.wants(1, 200)
+    guard.verdict = Verdict("resumed", [])
+    assert not guard.wants(64, 200) and not guard.is_due(200)
 
 
 def test_a_cancelled_steps_queries_are_not_used() -> None:
