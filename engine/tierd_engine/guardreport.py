@@ -29,6 +29,7 @@ def guard_section(guard: QualityGuard | None, *, followed: bool) -> dict[str, An
     }
     if verdict.source == "measured":
         section |= {
+            "moments": verdict.moments,
             "tokens": verdict.tokens,
             "queries": verdict.queries,
             "seconds": verdict.seconds,

@@ -21,6 +21,8 @@ from tierd.types import CodecId
 from tierd_engine.arena import HotArena
 
 SINK_TOKENS = 16
+# What a squared error of the values' rounding costs, to one of the weights (guard.py).
+VALUE_SHARE = 0.3
 _PASS_BYTES = 4 << 20  # of exact keys and values: what a layer's sums touch stays in the caches
 
 
@@ -78,7 +80,11 @@ class OutputProbe:
         return bool(self._far.any())
 
     def errors(self, codec: CodecId) -> npt.NDArray[np.float64]:
-        """Return the relative L2 error of the output, [layers]; NaN: a page cannot be encoded."""
+        """Return the relative L2 error of the output, [layers]; NaN: a page cannot be encoded.
+
+        Of the keys' rounding, which moves the weights, and the values', whose square counts
+        for VALUE_SHARE: the two are as good as orthogonal, so their squares add up.
+        """
         layers = self._arena.geometry.layers
         errors = np.empty(layers)
         for first in range(0, layers, self._layers_per_pass):
@@ -103,10 +109,11 @@ class OutputProbe:
         moved = folded @ coded_keys.transpose(2, 3)
         scores[..., :coded] = torch.where(far & seen[:, :coded], moved, scores[..., :coded])
         moved_weights = scores.softmax(-1)
-        delta = (moved_weights - weights) @ values
-        delta += (moved_weights[..., :coded] * far) @ (coded_values - values[:, :, :coded])
-        error = delta.flatten(1).norm(dim=1) / o.flatten(1).norm(dim=1).clamp_min(1e-30)
-        return np.where(ok, error.double().numpy(), np.nan)
+        by_keys = (moved_weights - weights) @ values
+        by_values = (moved_weights[..., :coded] * far) @ (coded_values - values[:, :, :coded])
+        squared = _squared(by_keys) + VALUE_SHARE * _squared(by_values)
+        error = (squared / _squared(o).clamp_min(1e-30)).sqrt()
+        return np.where(ok, error.numpy(), np.nan)
 
     def _exact(self, part: torch.Tensor, some: slice) -> torch.Tensor:
         """Return [layers of the pass, kv_heads, tokens, head_dim] float32."""
@@ -137,3 +144,8 @@ class OutputProbe:
             torch.from_numpy(values).reshape(by_layer).transpose(0, 1),
             ok,
         )
+
+
+def _squared(x: torch.Tensor) -> torch.Tensor:
+    """Return the squared L2 norm of each layer's part of x [layers, ...]."""
+    return x.double().flatten(1).square().sum(1)

@@ -210,7 +210,8 @@ class SessionKV:
 
         query: [heads, n, head_dim]; keys, values: [kv_heads, n, head_dim], the step's own.
         """
-        if self.guard is not None and self.guard.verdict is None:
+        n = query.shape[-2]
+        if self.guard is not None and self.guard.wants(n, self.position + n):
             self.guard.observe(layer, query.reshape(query.shape[-3:]), self.position, scale)
         return self.executors.attend(layer, query, keys, values, scale)
 
@@ -287,7 +288,7 @@ class SessionKV:
         if len(self._hot) == goal:
             return
         candidates = [block for block in candidates if block in self._hot]
-        if self.guard is not None and self.guard.verdict is None:
+        if self.guard is not None and self.guard.is_due(self.position):
             self.guard.decide(self.arena, self._hot, candidates, self.position)
             self._follow_verdict()
 
@@ -301,7 +302,9 @@ class SessionKV:
         self.link.run(go_on)
 
     def _follow_verdict(self) -> None:
-        if self.guard is not None and self.guard.verdict is not None:
+        if self.guard is None or self.guard.verdict is None:
+            return
+        if not self.agent.codecs_refused:
             self.agent.codecs = self.guard.verdict.codecs
 
     def _drop_published(self, candidates: list[int]) -> None:

@@ -127,7 +127,11 @@ def _add_fidelity(verbs: Any) -> argparse.ArgumentParser:
     verb: argparse.ArgumentParser = verbs.add_parser(
         "fidelity", help="KL, perplexity and top-1 of each codec on real texts, two protocols"
     )
-    verb.add_argument("--codec", nargs="+", help="and q8_0, the reference; default: all")
+    verb.add_argument(
+        "--codec", nargs="+", metavar="LAYOUT",
+        help="as a job's --codec, with the quality guard as in int4+guard (protocol tiers only), "
+        "and q8_0, the reference; default: all codecs and q8_0",
+    )  # fmt: skip
     verb.add_argument("--context", type=_count, nargs="+", help="tokens (default 2048 4096 8192)")
     verb.add_argument(
         "--text", nargs="+", choices=(*TEXT_NAMES, WHOLE),
@@ -201,7 +205,7 @@ def _exact(options: argparse.Namespace) -> int:
 def _fidelity(options: argparse.Namespace) -> int:
     from tierd_engine.bench.fidelity import (
         FidelityPlan,
-        FidelityRow,
+        FidelityResult,
         bench_fidelity,
         fidelity_to_dict,
     )
@@ -219,19 +223,19 @@ def _fidelity(options: argparse.Namespace) -> int:
     }
     plan = FidelityPlan(**{name: value for name, value in chosen.items() if value is not None})
 
-    def keep(part: FidelityPlan, rows: list[FidelityRow]) -> None:
+    def keep(part: FidelityPlan, done: FidelityResult) -> None:
         if options.output is not None:
-            write_table(options.output, part, rows)
+            write_table(options.output, part, done)
 
-    rows = bench_fidelity(plan, partial(print, file=sys.stderr, flush=True), keep)
-    printed = fidelity_to_dict(plan, rows)
+    result = bench_fidelity(plan, partial(print, file=sys.stderr, flush=True), keep)
+    printed = fidelity_to_dict(plan, result)
     if options.output is not None:
-        for path in write_report(options.output, plan, rows):
+        for path in write_report(options.output, plan, result):
             print(f"bench: written: {path}", file=sys.stderr)
     if options.json:
         print(json.dumps(printed))
     else:
-        print_fidelity(plan, rows)
+        print_fidelity(plan, result)
     return 0 if printed["holds"] else 1
 
 

@@ -12,19 +12,19 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tierd.errors import InvalidArgument
+from tierd.errors import InvalidArgument, TierdError
 from tierd.types import DType
 from tierd_engine import hf
-from tierd_engine.bench.forced import ForcedRuns, Layout, Protocol, Setting
+from tierd_engine.bench.forced import ForcedRuns, Protocol, Setting
+from tierd_engine.bench.layouts import Q8_0, Layout, PagesHeld
 from tierd_engine.bench.scores import Summary, TokenScores, join_scores, score_tokens, summarise
 from tierd_engine.bench.texts import TEXT_NAMES, text_of
 
 ALL_TEXTS = "all"
-Q8_0 = "q8_0"
 CONTEXTS = (2048, 4096, 8192)
 LAYOUTS = ("raw", "int8", "k8v4", "int4", "fp8", Q8_0)
 TOKENS = 256
@@ -62,7 +62,8 @@ BARS = {  # fp8, for GPUs that read it as it stands, has none; nor has the refer
 class FidelityPlan:
     """What to run: names of layouts and texts, and `tokens` forced after each context.
 
-    Raises InvalidArgument for contexts that overlap or names that are not there.
+    Raises InvalidArgument for contexts that overlap, names that are not there, or a guarded
+    layout under the prefix protocol.
     """
 
     layouts: Sequence[str] = LAYOUTS
@@ -81,11 +82,20 @@ class FidelityPlan:
                 f"contexts rise by the {self.tokens} forced tokens at least; "
                 f"{', '.join(map(str, self.contexts))} do not"
             )
+        guarded = [name for name in self.layouts if Layout.parse(name).guarded]
+        if guarded and Protocol.PREFIX in self.protocols:
+            raise InvalidArgument(
+                f"{guarded[0]}: the guard decides on the prefill's queries, and protocol prefix "
+                "has none; give --protocol tiers"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class FidelityRow:
-    """One layout on one text, or on all together. `misses` names the bars not met."""
+    """One layout on one text, or on all together. `misses` names the bars not met.
+
+    `bar_name`: the codec whose bar it is judged by. `held`: what its pages took, a text each.
+    """
 
     layout: str
     setting: str
@@ -96,6 +106,36 @@ class FidelityRow:
     kl_limit: float | None
     misses: tuple[str, ...]
     verdict: Verdict
+    bar_name: str
+    held: dict[str, PagesHeld]
+
+    @property
+    def element_bits(self) -> float | None:
+        """Bits an element of K or V, mean over the texts; None: not known, as of q8_0."""
+        bits = [held.element_bits for held in self.held.values()]
+        return sum(bits) / len(bits) if bits else None
+
+
+@dataclass(frozen=True, slots=True)
+class MissingRun:
+    """A run that failed: which, and the error's one line."""
+
+    layout: str
+    setting: str
+    protocol: str
+    text: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.layout}, {self.setting}, protocol {self.protocol}, {self.text}: {self.why}"
+
+
+@dataclass(slots=True)
+class FidelityResult:
+    """The judged rows, and the runs without which some of them are not there."""
+
+    rows: list[FidelityRow] = field(default_factory=list)
+    missing: list[MissingRun] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,39 +144,46 @@ class _Key:
     setting: str
     protocol: Protocol
     context: int
+    bar_name: str
 
 
-_Scores = dict[_Key, dict[str, TokenScores]]
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    scores: TokenScores
+    held: PagesHeld | None = None
+
+
+_Scores = dict[_Key, dict[str, _Scored]]
 Say = Callable[[str], None]
-TextDone = Callable[[FidelityPlan, list[FidelityRow]], None]
+TextDone = Callable[[FidelityPlan, FidelityResult], None]
 
 
 def bench_fidelity(
     plan: FidelityPlan, say: Say = lambda _: None, text_done: TextDone = lambda _, __: None
-) -> list[FidelityRow]:
+) -> FidelityResult:
     """Run the plan on SmolLM2 in float32; `say` gets a line of progress a run.
 
-    `text_done` gets, after each text, the plan of the texts so far and their rows: the whole
-    takes an hour on two cores, and what was measured should outlive an interruption.
+    `text_done` gets, after each text, the plan of the texts so far and their result: the whole
+    takes an hour on two cores, and what was measured should outlive an interruption. For the
+    same reason a run that fails is named, and the others go on; its layout then has no row
+    of all texts.
     Rows of a layout stand together: all texts first, then one by one.
     Raises InvalidArgument if a text is too short for the longest context.
     """
-    layouts = [Layout.parse(name) for name in plan.layouts]
-    settings = [Setting.parse(text) for text in plan.settings]
     folder = hf.resolve_model(hf.PACKAGED_MODEL)
     config = hf.load_config(folder)
     model = hf.load_model(folder, config, DType.FLOAT32)
     tokenizer = hf.load_tokenizer(folder)
     scores: _Scores = {}
-    rows: list[FidelityRow] = []
+    result = FidelityResult()
     for count, text in enumerate(plan.texts, 1):
         ids = tokenizer(text_of(text), add_special_tokens=False, verbose=False)["input_ids"]
         _require_long_enough(text, len(ids), plan)
         runs = ForcedRuns(model, hf.model_shape(config), ids, plan.contexts, plan.tokens)
-        _run_text(runs, text, layouts, settings, plan.protocols, scores, say)
-        rows = make_rows(scores, plan.seed)
-        text_done(replace(plan, texts=tuple(plan.texts[:count])), rows)
-    return rows
+        result.missing += run_text(runs, text, plan, scores, say)
+        result.rows = make_rows(scores, plan.seed, plan.texts[:count])
+        text_done(replace(plan, texts=tuple(plan.texts[:count])), result)
+    return result
 
 
 def _require_long_enough(text: str, length: int, plan: FidelityPlan) -> None:
@@ -145,50 +192,57 @@ def _require_long_enough(text: str, length: int, plan: FidelityPlan) -> None:
         raise InvalidArgument(f"text {text} has {length} tokens; {needed} are needed")
 
 
-def _run_text(
-    runs: ForcedRuns,
-    text: str,
-    layouts: Sequence[Layout],
-    settings: Sequence[Setting],
-    protocols: Sequence[Protocol],
-    scores: _Scores,
-    say: Say,
-) -> None:
+def run_text(
+    runs: ForcedRuns, text: str, plan: FidelityPlan, scores: _Scores, say: Say
+) -> list[MissingRun]:
+    """Run every layout, setting and protocol of the plan; add their scores; return the failed."""
     say(f"{text}: the model's own cache")
     own = runs.own()
-    for layout in layouts:
-        for setting in settings:
-            for protocol in protocols:
-                say(f"{text}: {layout.name} {setting.name}, protocol {protocol.value}")
-                logits = runs.over_tiers(layout, setting, protocol, own)
-                for context in runs.contexts:
-                    key = _Key(layout.name, setting.name, protocol, context)
-                    scores.setdefault(key, {})[text] = score_tokens(
-                        own.logits[context], logits[context], runs.targets(context)
-                    )
+    missing = []
+    layouts = [Layout.parse(name) for name in plan.layouts]
+    settings = [Setting.parse(name) for name in plan.settings]
+    for layout, setting, protocol in itertools.product(layouts, settings, plan.protocols):
+        say(f"{text}: {layout.name} {setting.name}, protocol {protocol.value}")
+        try:
+            run = runs.over_tiers(layout, setting, protocol, own)
+        except TierdError as error:
+            # An embedded daemon that did not stop in time on a busy machine: seen once.
+            missing.append(MissingRun(layout.name, setting.name, protocol.value, text, str(error)))
+            say(f"failed, and left out: {missing[-1]}")
+            continue
+        for context, logits in run.logits.items():
+            key = _Key(layout.name, setting.name, protocol, context, layout.bar_name)
+            scored = score_tokens(own.logits[context], logits, runs.targets(context))
+            scores.setdefault(key, {})[text] = _Scored(scored, run.held[context])
+    return missing
 
 
-def make_rows(scores: _Scores, seed: int) -> list[FidelityRow]:
-    """Return the judged rows: for each key all texts together, then each text."""
+def make_rows(scores: _Scores, seed: int, texts: Collection[str]) -> list[FidelityRow]:
+    """Return the judged rows: for each key all `texts` together, unless one failed, then each."""
     rows = []
     for key, by_text in scores.items():
-        reference = scores.get(_Key(Q8_0, key.setting, key.protocol, key.context))
-        for text in (ALL_TEXTS, *by_text):
-            q8 = _of_text(reference, text).divergence.mean() if reference else math.inf
-            summary = summarise(_of_text(by_text, text), seed)
-            bar = BARS.get(key.layout)
-            misses = find_misses(summary, bar, float(q8)) if bar else ()
-            limit = bar.kl_mean if bar else None
+        reference = scores.get(replace(key, layout=Q8_0, bar_name=Q8_0), {})
+        together = (ALL_TEXTS,) if set(by_text) == set(texts) else ()
+        for text in (*together, *by_text):
+            wanted = list(by_text) if text == ALL_TEXTS else [text]
+            q8 = math.inf  # where the reference was not run on the same texts
+            if set(wanted) <= set(reference):
+                q8 = float(_joined(reference, wanted).divergence.mean())
+            summary = summarise(_joined(by_text, wanted), seed)
+            bar = BARS.get(key.bar_name)
+            misses = find_misses(summary, bar, q8) if bar else ()
+            held = {name: by_text[name].held for name in wanted}
             row = FidelityRow(
                 key.layout, key.setting, key.protocol.value, text, key.context, summary,
-                limit, misses, judge(summary, bar, misses),
+                bar.kl_mean if bar else None, misses, judge(summary, bar, misses), key.bar_name,
+                {name: pages for name, pages in held.items() if pages is not None},
             )  # fmt: skip
             rows.append(row)
     return rows
 
 
-def _of_text(by_text: dict[str, TokenScores], text: str) -> TokenScores:
-    return join_scores(list(by_text.values())) if text == ALL_TEXTS else by_text[text]
+def _joined(by_text: dict[str, _Scored], texts: Sequence[str]) -> TokenScores:
+    return join_scores([by_text[text].scores for text in texts])
 
 
 def find_misses(summary: Summary, bar: FidelityBar, q8_0_kl: float) -> tuple[str, ...]:
@@ -219,14 +273,16 @@ def judged(rows: Sequence[FidelityRow]) -> list[FidelityRow]:
     return [row for row in rows if row.text == ALL_TEXTS]
 
 
-def fidelity_to_dict(plan: FidelityPlan, rows: Sequence[FidelityRow]) -> dict[str, Any]:
-    """Return the versioned JSON object; `holds`: no judged row fails."""
+def fidelity_to_dict(plan: FidelityPlan, result: FidelityResult) -> dict[str, Any]:
+    """Return the versioned JSON object; `holds`: no judged row fails, and no run is missing."""
+    failed = [row for row in judged(result.rows) if row.verdict is Verdict.FAILS]
     return {
         "version": 2,
         "benchmark": "fidelity",
         "tokens": plan.tokens,
-        "holds": all(row.verdict is not Verdict.FAILS for row in judged(rows)),
-        "rows": [_flat(asdict(row)) for row in rows],
+        "holds": not failed and not result.missing,
+        "missing": [asdict(run) for run in result.missing],
+        "rows": [_flat(asdict(row)) for row in result.rows],
     }
 
 

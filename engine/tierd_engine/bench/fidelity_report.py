@@ -8,25 +8,36 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tierd_engine.bench.fidelity import ALL_TEXTS, BARS, FidelityPlan, FidelityRow, Verdict, judged
+from tierd_engine.bench.fidelity import (
+    ALL_TEXTS,
+    BARS,
+    FidelityPlan,
+    FidelityResult,
+    FidelityRow,
+    Verdict,
+    judged,
+)
 from tierd_engine.bench.forced import Protocol
+from tierd_engine.bench.layouts import PagesHeld
 from tierd_engine.bench.machine import describe_machine
 
 TABLE_FILE = "fidelity.md"
 PLOT_FILE = "fidelity.png"
 
 _PROTOCOLS = {
-    Protocol.TIERS: "the prefill itself runs over encoded pages: what a job gets",
+    Protocol.TIERS: "the prefill itself runs over encoded pages: what a job gets, where the layout "
+    "says `+guard` (a job's default)",
     Protocol.PREFIX: "the prefix's exact keys and values are encoded once: the design's protocol",
 }
 _HEAD = (
     "layout", "plan:hot:block", "protocol", "text", "context", "KL mean", "bar", "KL p99",
-    "Δppl [95 %]", "top-1", "verdict",
+    "Δppl [95 %]", "top-1", "bits", "verdict",
 )  # fmt: skip
 
 
-def print_fidelity(plan: FidelityPlan, rows: Sequence[FidelityRow]) -> None:
-    """Print the judged rows as a table on stdout, and which bars hold."""
+def print_fidelity(plan: FidelityPlan, result: FidelityResult) -> None:
+    """Print the judged rows as a table on stdout, which bars hold, and what is missing."""
+    rows = result.rows
     print(f"fidelity, SmolLM2-135M float32; {describe_machine()}")
     print(f"{plan.tokens} forced tokens a text and context; texts: {', '.join(plan.texts)}")
     cells = [_HEAD, *map(_cells, judged(rows))]
@@ -35,7 +46,7 @@ def print_fidelity(plan: FidelityPlan, rows: Sequence[FidelityRow]) -> None:
         print(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         )
-    for line in conclusions(rows):
+    for line in (*conclusions(rows), *pages_lines(rows), *missing_lines(result)):
         print(line)
 
 
@@ -44,12 +55,41 @@ def conclusions(rows: Sequence[FidelityRow]) -> list[str]:
     lines = []
     groups: dict[tuple[str, str, str], list[FidelityRow]] = {}
     for row in judged(rows):
-        if row.layout in BARS:
+        if row.bar_name in BARS:
             groups.setdefault((row.layout, row.setting, row.protocol), []).append(row)
     for (layout, setting, protocol), group in groups.items():
         parts = [f"{row.context_tokens:,}: {_verdict(row)}" for row in group]
         lines.append(f"{layout}, {setting}, protocol {protocol}: {'; '.join(parts)}")
     return lines
+
+
+def pages_lines(rows: Sequence[FidelityRow]) -> list[str]:
+    """Return a line for each text of a layout whose layers differ, or may: who got what."""
+    return [
+        f"{row.layout}, {row.setting}, protocol {row.protocol}, {row.text}, "
+        f"{row.context_tokens:,}: {_held(row, held)}"
+        for row in rows
+        if row.text != ALL_TEXTS and row.layout != row.bar_name
+        for held in row.held.values()
+    ]
+
+
+def _held(row: FidelityRow, held: PagesHeld) -> str:
+    said = (
+        f"{held.codecs}; {held.token_bytes:,.0f} bytes a token, {held.element_bits:.2f} bits an "
+        f"element (as asked {held.asked_token_bytes:,.0f} bytes, int8 {held.int8_token_bytes:,.0f})"
+    )
+    if held.kl_expected is None or held.kl_expected_chosen is None:
+        return said
+    return (
+        f"{said}; the guard took KL for {held.kl_expected:.1e} and chose "
+        f"{held.kl_expected_chosen:.1e}; it is {row.summary.kl_mean:.1e}"
+    )
+
+
+def missing_lines(result: FidelityResult) -> list[str]:
+    """Return a line for each run that failed."""
+    return [f"missing: {run}" for run in result.missing]
 
 
 def _verdict(row: FidelityRow) -> str:
@@ -72,16 +112,18 @@ def _cells(row: FidelityRow) -> tuple[str, ...]:
         f"{summary.kl_p99:.2e}",
         f"{summary.perplexity_change:+.3%} [{low:+.3%}, {high:+.3%}]",
         f"{summary.top1:.2%}",
+        f"{row.element_bits:.2f}" if row.element_bits is not None else "-",
         _verdict(row),
     )
 
 
-def markdown(plan: FidelityPlan, rows: Sequence[FidelityRow]) -> str:
+def markdown(plan: FidelityPlan, result: FidelityResult) -> str:
     """Return the whole report as Markdown."""
-    return "\n".join(_markdown_lines(plan, rows)) + "\n"
+    return "\n".join(_markdown_lines(plan, result)) + "\n"
 
 
-def _markdown_lines(plan: FidelityPlan, rows: Sequence[FidelityRow]) -> Iterator[str]:
+def _markdown_lines(plan: FidelityPlan, result: FidelityResult) -> Iterator[str]:
+    rows = result.rows
     yield "# Fidelity"
     yield ""
     yield f"SmolLM2-135M in float32, teacher-forced, {plan.tokens} tokens after each context."
@@ -94,6 +136,7 @@ def _markdown_lines(plan: FidelityPlan, rows: Sequence[FidelityRow]) -> Iterator
         yield f"- protocol `{protocol.value}`: {_PROTOCOLS[protocol]}"
     yield "- `smallest`: two blocks hot (the attention sinks' and the open one); `q8_0`: the layout"
     yield "  of llama.cpp's cache, as a reference, demoted at the same moments"
+    yield "- bits: of an element below hot, scales and all; the first block, which is exact, apart"
     yield "- Δppl: relative, paired, with a block-bootstrap interval; `unsure`: only it is beyond"
     yield "  its bar, and the interval reaches within"
     for heading, wanted in (("All texts together", True), ("Text by text", False)):
@@ -107,20 +150,21 @@ def _markdown_lines(plan: FidelityPlan, rows: Sequence[FidelityRow]) -> Iterator
                 yield "| " + " | ".join(_cells(row)) + " |"
         if wanted:
             yield ""
-            yield from (f"- {line}" for line in conclusions(rows))
+            lines = (*conclusions(rows), *pages_lines(rows), *missing_lines(result))
+            yield from (f"- {line}" for line in lines)
 
 
-def write_table(folder: Path, plan: FidelityPlan, rows: Sequence[FidelityRow]) -> Path:
+def write_table(folder: Path, plan: FidelityPlan, result: FidelityResult) -> Path:
     """Write the Markdown file into a folder, made if need be."""
     folder.mkdir(parents=True, exist_ok=True)
     table = folder / TABLE_FILE
-    table.write_text(markdown(plan, rows), encoding="utf-8")
+    table.write_text(markdown(plan, result), encoding="utf-8")
     return table
 
 
-def write_report(folder: Path, plan: FidelityPlan, rows: Sequence[FidelityRow]) -> list[Path]:
+def write_report(folder: Path, plan: FidelityPlan, result: FidelityResult) -> list[Path]:
     """Write the table, and the plot where matplotlib is installed; return the files written."""
-    table = write_table(folder, plan, rows)
+    table = write_table(folder, plan, result)
     if find_spec("matplotlib") is None:
         print(
             "bench: no plot: matplotlib is not installed (pip install 'tierd[bench]')",
@@ -128,7 +172,7 @@ def write_report(folder: Path, plan: FidelityPlan, rows: Sequence[FidelityRow]) 
         )
         return [table]
     plot = folder / PLOT_FILE
-    _plot(plot, plan, rows)
+    _plot(plot, plan, result.rows)
     return [table, plot]
 
 
@@ -164,8 +208,10 @@ def _draw_panel(panel: Any, rows: Sequence[FidelityRow]) -> None:
             [row.context_tokens for row in points], [row.summary.kl_mean for row in points],
             marker="o", color=colour, label=f"{layout}, {setting}",
         )  # fmt: skip
-        if layout in BARS:
-            panel.axhline(BARS[layout].kl_mean, color=colour, linestyle="--", linewidth=0.8)
+        if points[0].bar_name in BARS:
+            panel.axhline(
+                BARS[points[0].bar_name].kl_mean, color=colour, linestyle="--", linewidth=0.8
+            )
     panel.set_xscale("log", base=2)
     panel.minorticks_off()
     panel.set_yscale("log")

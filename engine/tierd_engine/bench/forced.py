@@ -11,23 +11,22 @@ The forced tokens are fed in steps of decode's own path in both.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tierd.client import Demotion
-from tierd.codec.layout import page_layout
-from tierd.codec.registry import CODEC_NAMES, parse_codec
 from tierd.errors import InvalidArgument
-from tierd.types import BLOCK_TOKENS_DEFAULT, CodecId, DType
+from tierd.types import BLOCK_TOKENS_DEFAULT, DType
 from tierd.units import parse_share
 from tierd_engine import hf
 from tierd_engine.agent import Digests, HotBlocks, TransferAgent
 from tierd_engine.arena import HotArena, hot_block_bytes
 from tierd_engine.attention.executors import FEW_QUERIES_MAX
 from tierd_engine.attention.plan import PlanMode
+from tierd_engine.bench.layouts import Layout, PagesHeld, Rounding, pages_held
 from tierd_engine.bench.rig import open_session_kv
 from tierd_engine.cache import TierCache
 from tierd_engine.fidelity import own_attention
@@ -38,11 +37,8 @@ from tierd_engine.sizing import HOT_BLOCKS_MIN, size_tiers
 SMALLEST = "smallest"
 _WARM_SHARE = 0.75  # the rest is cold, so that every step reads both
 _OWN_CHUNK_TOKENS = 1024
-_Q8_GROUP = 32
 
 Logits = dict[int, torch.Tensor]  # by context: [tokens, vocab] float32
-# (keys or values [layers, kv_heads, tokens, head_dim]) -> the same, rounded
-Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Protocol(enum.StrEnum):
@@ -50,27 +46,6 @@ class Protocol(enum.StrEnum):
 
     TIERS = "tiers"
     PREFIX = "prefix"
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What pages below hot hold: a codec's bytes, or `rounding`'s numbers kept raw."""
-
-    name: str
-    codec: CodecId
-    rounding: Rounding | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Layout:
-        """Return a codec's layout, or the reference "q8_0". Raises InvalidArgument."""
-        name = text.strip().lower()
-        if name == "q8_0":
-            return cls(name, CodecId.RAW, round_q8_0)
-        if name not in CODEC_NAMES:
-            raise InvalidArgument(
-                f"{text!r} is not a layout; choose one of {', '.join(CODEC_NAMES)}, q8_0"
-            )
-        return cls(name, parse_codec(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +91,12 @@ class OwnRun:
     cache: Any
 
 
-def round_q8_0(x: torch.Tensor) -> torch.Tensor:
-    """Return x rounded to 8 bits, symmetric, float16 scales over groups of 32 channels."""
-    grouped = x.reshape(*x.shape[:-1], -1, _Q8_GROUP)
-    scale = (grouped.abs().amax(-1, keepdim=True) / 127).half().float()
-    codes = torch.where(scale > 0, (grouped / scale).round(), torch.zeros_like(grouped))
-    rounded: torch.Tensor = (codes.clamp(-127, 127) * scale).flatten(-2)
-    return rounded
+@dataclass(frozen=True, slots=True)
+class TiersRun:
+    """A run over tiers: logits, and what lay below hot at the end, each by context."""
+
+    logits: Logits
+    held: dict[int, PagesHeld | None]
 
 
 class RoundingAgent(TransferAgent):
@@ -175,9 +149,9 @@ class ForcedRuns:
 
     def over_tiers(
         self, layout: Layout, setting: Setting, protocol: Protocol, own: OwnRun
-    ) -> Logits:
+    ) -> TiersRun:
         """Run over tiers that hold `layout` below hot."""
-        logits: Logits = {}
+        run = TiersRun({}, {})
         for contexts in self._sessions(setting, protocol):
             total = contexts[-1] + self.tokens
             with self._open(layout, setting, total) as kv:
@@ -186,8 +160,9 @@ class ForcedRuns:
                 for context in contexts:
                     if protocol is Protocol.PREFIX:
                         _demote_exact(kv, own.cache, context - 1)
-                    logits[context] = self._forced(kv, context)
-        return logits
+                    run.logits[context] = self._forced(kv, context)
+                    run.held[context] = pages_held(kv, layout)
+        return run
 
     def _sessions(self, setting: Setting, protocol: Protocol) -> list[list[int]]:
         """Return the contexts by session: one serves all where a longer one only goes on."""
@@ -205,15 +180,16 @@ class ForcedRuns:
             sizes = size_tiers(
                 self.shape, DType.FLOAT32, layout.codec, context_tokens=total - self.tokens,
                 max_new_tokens=self.tokens, hot=setting.hot, warm=None,
-                block_tokens=setting.block_tokens,
+                block_tokens=setting.block_tokens, codec_layers=layout.codec_layers,
+                guarded=layout.guarded,
             )  # fmt: skip
             geometry = self.shape.geometry(DType.FLOAT32, sizes.block_tokens)
             hot_bytes = sizes.hot_budget_bytes
-        slots = max(2, int(geometry.blocks_for(total) * _WARM_SHARE)) * geometry.layers
+        blocks = max(2, int(geometry.blocks_for(total) * _WARM_SHARE))
         return open_session_kv(
             geometry, layout.codec, self.shape.heads, hot_bytes=hot_bytes,
-            warm_bytes=slots * page_layout(geometry, layout.codec).slot_bytes,
-            total_tokens=total, plan=setting.mode,
+            warm_bytes=layout.warm_bytes(geometry, blocks), total_tokens=total,
+            plan=setting.mode, codec_layers=layout.codec_layers, guarded=layout.guarded,
         )  # fmt: skip
 
     def _forced(self, kv: SessionKV, context: int) -> torch.Tensor:
