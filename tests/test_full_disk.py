@@ -160,6 +160,20 @@ with EmbeddedDaemon(config) as daemon, Client.connect(daemon.socket) as client:
     handle.suspend(tokens, 8)
 with EmbeddedDaemon(config) as daemon, Client.connect(daemon.socket) as client:
     read(client, client.resume(number, INT8, MAX_TOKENS), 8)
+
+# Without a cap, cold grows into the space that comes free after the start.
+import tierd.daemon
+tierd.daemon.GROW_SECONDS = 0.1
+capless = small_config(folder.parent, **{"cold.folder": str(folder), "cold.ephemeral": False,
+                                         "cold.cap_bytes": 0})
+free = os.statvfs(folder)
+os.posix_fallocate(neighbour, 0, free.f_bavail * free.f_frsize)
+with EmbeddedDaemon(capless) as daemon, Client.connect(daemon.socket) as client:
+    def capacity():
+        return client.stats()["tiers"]["cold"]["capacity_bytes"]
+    before = capacity()
+    os.ftruncate(neighbour, 0)
+    eventually(lambda: capacity() > before + (2 << 20), 10.0)
 """
 
 

@@ -234,6 +234,14 @@ def test_a_hint_brings_a_suspended_session_up_before_its_deadline():
     assert rig.store.stats()["hints"]["useful"] == 1
 
 
+def test_a_hint_brings_up_a_session_that_no_engine_has_opened_since_a_restart():
+    rig = make(warm_blocks=16)
+    session = rig.stored(blocks=4)
+    cool(rig, session)
+    session.max_blocks = 0  # a restart leaves it so, until an engine resumes the session
+    assert rig.mover.hint("a", session.number, deadline_seconds=5.0).pages == 4 * LAYERS
+
+
 def test_a_hint_brings_an_idle_session_up():
     rig = make(warm_blocks=16)
     session = rig.session()

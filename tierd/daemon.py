@@ -51,9 +51,11 @@ from tierd.mover import Mover, Troubles
 from tierd.pools import TierParts
 from tierd.rpcserver import RpcServer
 from tierd.store import Store
+from tierd.types import Tier
 from tierd.units import SECTOR_BYTES, format_size
 
 _COLD_FREE_SHARE = 0.9  # of the free space, where no cap is set: the rest stays for others
+GROW_SECONDS = 5.0  # between two looks at whether more of the disk has come free
 SEGMENTS_RESERVED = 5
 # Of the cap's 1/64 that is for snapshots, three take 132 bytes a page of 12 KiB: 1/93. A manifest
 # has 44 bytes a page and the token ids: 1/280 and a little.
@@ -73,6 +75,7 @@ class Daemon:
         self.log = new_log(config.service.log_level).bind(boot=self.boot_id[:8])
         self._stack = contextlib.AsyncExitStack()
         self._stopping: asyncio.Event | None = None
+        self._segment_bytes = 0  # of the ledger's journal, if it is on the disk
 
     async def __aenter__(self) -> Daemon:
         try:
@@ -102,8 +105,12 @@ class Daemon:
         self.disk = disk
         self.store = self._open_store(disk)
         self._stack.callback(self.store.close)
-        self.mover = Mover(self.store, ThreadLanes())
+        lanes = ThreadLanes()
+        self.mover = Mover(self.store, lanes)
         self.mover.on_troubles = self._log_troubles
+        if not config.cold.cap_bytes:
+            grow_task = asyncio.create_task(self._grow_cold(lanes), name="tierd-grow")
+            self._stack.callback(grow_task.cancel)
         mover_task = asyncio.create_task(self._run_mover(), name="tierd-mover")
         self._stack.push_async_callback(self._stop_mover, mover_task)
         # The bootstrap socket is bound first: it is what refuses a second daemon at one path.
@@ -143,7 +150,7 @@ class Daemon:
         if config.cold.ephemeral:
             ledger = VolatileLedger(secrets.token_bytes(16))
         else:
-            segment_bytes = journal_bytes(cap_bytes)
+            segment_bytes = self._segment_bytes = journal_bytes(cap_bytes)
             try:
                 ledger = Ledger.open(
                     disk,
@@ -247,6 +254,32 @@ class Daemon:
                 "more finds no room", cap_bytes=cap, slab_bytes=slab_bytes,
             )  # fmt: skip
         return cap // SECTOR_BYTES * SECTOR_BYTES
+
+    async def _grow_cold(self, lanes: ThreadLanes) -> None:
+        """Where no cap is set: let the cold tier grow into space that has come free since."""
+        found: list[int] = []
+
+        def look() -> None:
+            with contextlib.suppress(StorageError):
+                found.append(
+                    self.disk.used_bytes() + int(self.disk.free_bytes() * _COLD_FREE_SHARE)
+                )
+
+        def grow() -> None:
+            budget, ledger = self.store.placement.pools[Tier.COLD].budget, self.store.ledger
+            for cap_bytes in found:
+                if isinstance(ledger, Ledger):
+                    room_bytes = cap_bytes // MANIFESTS_PER_CAP
+                    ledger.manifest_bytes_max = max(ledger.manifest_bytes_max, room_bytes)
+                slabs_bytes = cap_bytes - metadata_bytes(cap_bytes, self._segment_bytes)
+                budget.limit_bytes = max(budget.limit_bytes, slabs_bytes)
+            found.clear()
+            self.mover.wake()
+
+        while True:
+            await asyncio.sleep(GROW_SECONDS)
+            if lanes.free():  # a disk that hangs holds a lane, not the loop
+                lanes.begin(look, grow)
 
     async def _run_mover(self) -> None:
         try:

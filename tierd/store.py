@@ -343,7 +343,10 @@ class Store:
         now_seconds = self.clock.monotonic()
         self.hints.admit(client_id, now_seconds)
         self.keeper.wake(session)
-        end = session.max_blocks if last_token is None else last_token // session.block_tokens + 1
+        # A session that was kept over a restart has no page table, and no end of it, yet.
+        end = max(session.max_blocks, session.sealed_blocks)
+        if last_token is not None:
+            end = last_token // session.block_tokens + 1
         first = first_token // session.block_tokens
         wish = Wish(
             client_id, number, first, end, now_seconds + deadline_seconds, confidence, priority

@@ -58,17 +58,20 @@ class DaemonLink:
         if late and self._client.lost:
             raise StaleGeneration("the daemon died, and this step has gone on for too long")
 
-    def run(self, action: Callable[[], T]) -> T:
+    def run(self, action: Callable[[], T], *, repeatable: bool = False) -> T:
         """Do what needs the daemon; where it has died, wait for the next one and do it again.
 
-        Raises what `action` does; DaemonUnavailable once `rejoin_seconds` have passed.
+        `repeatable`: also where it lives and does not answer in time, as one that was stopped:
+        what it was asked it may do later, and `action` can be done over that. Raises what
+        `action` does; DaemonUnavailable or DeadlineExceeded once `rejoin_seconds` have passed.
         """
         give_up_at = time.monotonic() + self.rejoin_seconds
         while True:
             try:
                 return action()
             except DeadlineExceeded:
-                raise  # it lives, and does not answer: it has had its time
+                if not repeatable or time.monotonic() >= give_up_at:
+                    raise
             except DaemonUnavailable:
                 if not self._wait(give_up_at):
                     raise

@@ -423,7 +423,12 @@ def _run_session(
     stats = before, kv.link.run(client.stats)
     report = build_report(job, stats, generator, timings, len(new_ids), text, fidelity)
     if job.spec.keeps:
-        kv.suspend(np.array([*prompt_ids, *new_ids], dtype=np.uint32))
+        try:
+            kv.suspend(np.array([*prompt_ids, *new_ids], dtype=np.uint32))
+        except (KeyboardInterrupt, DaemonUnavailable):
+            # Asked, and not answered: nobody would look for what is never evicted.
+            events.note(f"session {kv.handle.id} may be kept now; tierd sessions says so")
+            raise
     return report
 
 

@@ -17,7 +17,6 @@ they are dropped, the oldest first, before any other goes down.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -46,26 +45,13 @@ from tierd_engine.attention.plan import (
 from tierd_engine.guard import QualityGuard
 from tierd_engine.link import DaemonLink
 from tierd_engine.promotion import ascents, choose_blocks
+from tierd_engine.stepcounts import StepCounts
 from tierd_engine.workings import Workings
 
 if TYPE_CHECKING:
     from tierd_engine.device.opening import DeviceRig
 
 _ENTER_TRIES = 3  # spills come in batches, milliseconds apart; three in a row are rare
-
-
-@dataclass(slots=True)
-class StepCounts:
-    """What steps did: pages attended by tier, calls made inside steps and to make room."""
-
-    steps: int = 0
-    step_rpcs: int = 0
-    room_rpcs: int = 0
-    cold_wait_seconds: float = 0.0
-    cold_wait_before: float = 0.0
-    pages: dict[Tier, int] = field(
-        default_factory=lambda: {Tier.HOT: 0, Tier.WARM: 0, Tier.COLD: 0}
-    )
 
 
 class SessionKV:
@@ -296,10 +282,17 @@ class SessionKV:
             self._drop_published(candidates)
             left = [block for block in candidates if block in self._hot]
             short = len(self._hot) - goal
-            if short > 0:
+            if short <= 0:
+                return
+            try:
                 self.agent.demote(self, left, short, include_first=include_first)
+            except InvalidArgument:
+                # What was asked before, and not answered in time, may have been done just now.
+                if not self._drop_published(left):
+                    raise
+                go_on()
 
-        self.link.run(go_on)
+        self.link.run(go_on, repeatable=True)
 
     def _follow_verdict(self) -> None:
         if self.guard is None or self.guard.verdict is None:
@@ -307,12 +300,16 @@ class SessionKV:
         if not self.agent.codecs_refused:
             self.agent.codecs = self.guard.verdict.codecs
 
-    def _drop_published(self, candidates: list[int]) -> None:
-        """Drop hot blocks whose pages are all below: a commit went through, its reply was lost."""
-        table = self.handle.table.read(self.sealed_blocks)
+    def _drop_published(self, candidates: list[int]) -> int:
+        """Drop hot blocks whose pages are all below: a commit went through, its reply was lost.
+
+        Returns how many.
+        """
+        tiers, before = self.handle.table.read(self.sealed_blocks).tier, len(self._hot)
         for block in candidates:
-            if block in self._hot and bool((table.tier[:, block] != Tier.NONE).all()):
+            if block in self._hot and bool((tiers[:, block] != Tier.NONE).all()):
                 self.drop(block)
+        return before - len(self._hot)
 
     def _forget_table(self) -> None:
         self._plan = None

@@ -94,6 +94,29 @@ def test_a_daemon_that_ends_at_any_moment_never_gives_a_wrong_token(
         assert len(job.tokens) > 0
 
 
+def test_a_daemon_that_stands_still_for_less_than_the_job_waits_costs_time_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = model(MODEL)
+    with (
+        served(tiny, tmp_path, warm_blocks=64) as (daemon, socket),
+        Engine(socket, tiny, hot_blocks=3, rejoin_seconds=30.0) as job,
+    ):
+        in_time = functools.partial(job.handle.plan_demotion, deadline_seconds=0.5)
+        monkeypatch.setattr(job.handle, "plan_demotion", in_time)
+        wake = threading.Timer(2.0, daemon.send_signal, [signal.SIGCONT])
+        daemon.send_signal(signal.SIGSTOP)
+        wake.start()
+        try:
+            started = time.monotonic()
+            job.prefill(prompt(CONTEXT))
+            assert time.monotonic() - started > 1.0
+        finally:
+            wake.join(timeout=5.0)
+        job.steps(NEW_TOKENS)
+        assert job.tokens == list(expected(MODEL, CONTEXT))
+
+
 @pytest.mark.parametrize("hot_blocks", [2, 3])
 def test_a_stopped_daemon_is_a_deadline_and_the_job_goes_on_once_it_wakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hot_blocks: int

@@ -111,5 +111,8 @@ def _show(ticket: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(versioned(**ticket))
         return
-    rows = [(name.replace("_", " "), str(value)) for name, value in ticket.items()]
+    rows = [
+        (name.replace("_", " "), f"{value:.2f}" if isinstance(value, float) else str(value))
+        for name, value in ticket.items()
+    ]
     print_table("Hint", ["", ""], rows, text_columns=2)

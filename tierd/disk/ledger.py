@@ -102,7 +102,7 @@ class Ledger:
         self._io = threading.Lock()  # the journal's end
         self._snapshot_io = threading.Lock()
         self._manifests = dict(found.manifests.sizes)  # bytes by session; under `_io`
-        self._manifest_bytes_max = 2**63
+        self.manifest_bytes_max = 2**63
         self._unkept: set[int] = set()  # sessions whose manifest goes after the next flush
 
     @classmethod
@@ -132,7 +132,7 @@ class Ledger:
             write_superblock(disk, Superblock(found.store_uuid, 1, found.next_slab, 0))
             found.epoch = 1
         ledger = cls(disk, found, segment_bytes)
-        ledger._manifest_bytes_max = manifest_bytes_max
+        ledger.manifest_bytes_max = manifest_bytes_max
         ledger._say(first_words(found, ledger._part_bytes))
         try:
             ledger._start()
@@ -263,7 +263,7 @@ class Ledger:
             manifest = manifests.manifest_of(replace(record, state="parked"), rows, slabs)
             self._manifests[number] = manifests.write_manifest(
                 self._disk, manifest, store_uuid=self.store_uuid, stamp=stamp,
-                bytes_max=self._manifest_bytes_max - sum(self._manifests.values()),
+                bytes_max=self.manifest_bytes_max - sum(self._manifests.values()),
             )  # fmt: skip
 
     @property

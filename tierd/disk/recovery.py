@@ -132,13 +132,13 @@ def find_superblock(disk: DiskPort, report: RecoveryReport) -> superblock.Superb
     """
     try:
         copies = superblock.read_copies(disk)
+        why = "no two copies agree"
     except NotFound:
         copies = []
+        why = "the file is not there"  # its successor, if there is one, is empty
     chosen = superblock.choose(copies)
     if chosen is None and any(disk.names(folder) for folder in FOLDERS):
-        raise StorageError(
-            "superblock: no two copies agree and there is data; see `tierd fsck --rebuild`"
-        )
+        raise StorageError(f"superblock: {why} and there is data; see `tierd fsck --rebuild`")
     if chosen is not None:
         bad = [str(number) for number, copy in enumerate(copies) if copy is None]
         if bad:
