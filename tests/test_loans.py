@@ -154,6 +154,32 @@ async def test_a_disk_that_failed_just_now_is_lent_to_nobody() -> None:
     assert again.tier is Tier.COLD
 
 
+@in_loop
+async def test_what_nobody_uses_makes_room_before_a_running_session_goes_past_warm() -> None:
+    rig = make(warm_blocks=5)
+    rig.engine(2)
+    unused = rig.stored(blocks=4)
+    session = rig.session(2)
+    task = await start(
+        rig.mover.plan_demotion(2, session.number, [1], 1, writes_cold=True, deadline_seconds=5)
+    )
+    await turns(rig, task)
+    assert task.result().tier is Tier.WARM
+    assert unused.index.pages_in(Tier.COLD) >= LAYERS
+
+
+@in_loop
+async def test_a_session_that_is_hinted_keeps_its_room_and_the_running_one_goes_past_it() -> None:
+    rig = make(warm_blocks=5)
+    rig.engine(2)
+    awaited = rig.stored(blocks=4)
+    rig.mover.hint("a", awaited.number, deadline_seconds=60.0)
+    session = rig.session(2)
+    planned = await rig.mover.plan_demotion(2, session.number, [1], 1, writes_cold=True)
+    assert planned.tier is Tier.COLD
+    assert awaited.index.pages_in(Tier.WARM) == 4 * LAYERS
+
+
 # -- fences ----------------------------------------------------------------------------
 
 

@@ -139,7 +139,8 @@ class Mover:
     ) -> DemotionPlan:  # fmt: skip
         """As Store.plan_demotion, but makes room first. Raises TierFull at the deadline.
 
-        While the disk fails, or hangs, nobody is lent its slots.
+        Slots of cold are lent where all of warm is in use or hinted: a running session displaces
+        what nobody uses, and goes past the rest. While the disk fails, or hangs, none are lent.
 
         The calling engine must be quiescent: room is made by retiring slots,
         and these wait for every engine's step to end, the caller's too.
@@ -154,10 +155,13 @@ class Mover:
                     need_blocks,
                     codecs=codecs,
                     include_first=include_first,
-                    writes_cold=writes_cold and not self._stalled(self._clock.monotonic()),
+                    writes_cold=writes_cold and self._lends_cold(),
                 )
             except RoomNeeded as full:
                 await self._room(self._store.session(number), full, deadline)
+
+    def _lends_cold(self) -> bool:
+        return not self._stalled(self._clock.monotonic()) and not self._traffic.has_unused()
 
     async def commit(
         self, engine_id: int, reservation: int, digests: bytes, device_digests: bytes = b"",

@@ -42,6 +42,7 @@ class Rank:
 
 
 NOTHING_IS_SAFE = Rank(Standing.RUNNING, float("inf"))
+UNUSED = Rank(Standing.HINTED, float("-inf"))  # below it: idle and suspended, and no hint
 
 
 def session_rank(

@@ -21,7 +21,7 @@ from tierd.keeping import Keeper
 from tierd.memory.slabs import SlabPool
 from tierd.moves import Move
 from tierd.placement import Placement
-from tierd.policy import Candidate, Rank, choose_spills, session_rank
+from tierd.policy import UNUSED, Candidate, Rank, choose_spills, session_rank
 from tierd.sessions import Session, SessionBook
 from tierd.types import PageKey, SessionState, Tier
 
@@ -48,6 +48,10 @@ class Traffic:
         """Return warm pages of sessions ranked under `below` whose spill frees `need_bytes`."""
         moving: Collection[PageKey] = self._placement.moving
         return choose_spills(map(self._candidate, self._book), need_bytes, below, moving)
+
+    def has_unused(self) -> bool:
+        """Return whether warm holds pages of sessions that nobody runs or awaits, to be spilled."""
+        return bool(self.choose_spills(1, UNUSED))
 
     def rank(self, session: Session) -> Rank:
         """Return when a session's pages leave, compared with others'."""

@@ -46,8 +46,8 @@ class Generator:
 
         Blocks that were sealed when it was suspended and are not there any more count as lost.
         """
-        self.kv.adopt(sealed_blocks)
         block_tokens = self.kv.geometry.block_tokens
+        self.kv.adopt(sealed_blocks, len(token_ids) - sealed_blocks * block_tokens)
         held = max(0, len(token_ids) - 1)  # the newest token was answered, and not yet read
         lost = range(sealed_blocks, held // block_tokens)
         self.lost_before = len(lost)

@@ -119,6 +119,7 @@ def _tier_sections(
             "budget_bytes": kv.arena.budget_bytes,
             "staging_bytes": kv.executors.staging_bytes + kv.workings.cold_writer.total_bytes,
             "demotions": kv.agent.demoted_blocks * kv.geometry.layers,
+            "promoted_hot_blocks": kv.promoted_hot_blocks,
         },
         "warm": {
             **asdict(tiers[Tier.WARM]),

@@ -4,16 +4,19 @@ Invariants:
   outside a step every layer holds `position` tokens
   inside a step a layer holds `position` or `position + step_tokens` tokens
   every sealed block is hot, or published in the page table, never neither
-  only the newest block is open; block 0 is demoted by `suspend` alone
+  a promoted block is both, and sealed; it is never encoded again, and never opened again
+  only the newest block is open; block 0 is demoted, or dropped, by `suspend` alone
   room is made before the epoch is entered, so a step never waits for itself
 
 Static partition: hot are block 0 (attention sinks) and the newest blocks that
 fit. Each block is demoted once, and a decode step reads what is below in the
-same order every time.
+same order every time. `adopt` may promote blocks; where they must make room,
+they are dropped, the oldest first, before any other goes down.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,10 +26,13 @@ import numpy.typing as npt
 import torch
 
 from tierd.client import Client, SessionHandle
-from tierd.codec.layout import PageLayout
-from tierd.disk.header import SlotHeader, slot_check
-from tierd.errors import HotBudgetExceeded, InvalidArgument, PageMiss, StaleGeneration
-from tierd.memory.pagetable import PageTableView
+from tierd.errors import (
+    DaemonUnavailable,
+    HotBudgetExceeded,
+    InvalidArgument,
+    PageMiss,
+    StaleGeneration,
+)
 from tierd.types import Geometry, Namespace, Tier
 from tierd_engine.attention.executors import StepView
 from tierd_engine.attention.plan import (
@@ -37,9 +43,9 @@ from tierd_engine.attention.plan import (
     require_published,
     warm_runs,
 )
-from tierd_engine.coldread import ColdPage
 from tierd_engine.guard import QualityGuard
 from tierd_engine.link import DaemonLink
+from tierd_engine.promotion import ascents, choose_blocks
 from tierd_engine.workings import Workings
 
 if TYPE_CHECKING:
@@ -68,6 +74,8 @@ class SessionKV:
     A step is `begin(n)`, then for each layer `append` and `attend`, then
     `finish`; or `cancel` at any point. `heads`: query heads. `guard` None: pages get the
     namespace's codecs. `rig`: the device that the hot tier is on; None: the host.
+    `promotes`: whether `adopt` brings warm blocks up. None: on a device. On the host it is of
+    no use: the CPU reads encoded pages where they lie faster than it reads decoded ones.
     """
 
     def __init__(
@@ -80,11 +88,12 @@ class SessionKV:
         mode: PlanMode = PlanMode.AUTO,
         guard: QualityGuard | None = None,
         rig: DeviceRig | None = None,
+        *,
+        promotes: bool | None = None,
     ) -> None:
         namespace: Namespace = handle.namespace
         geometry: Geometry = namespace.geometry
         self.client, self.handle, self.geometry = client, handle, geometry
-        self._namespace_digest = namespace.digest()
         self.mode, self.guard = mode, guard
         self.max_tokens = max_tokens
         workings = Workings(
@@ -100,6 +109,9 @@ class SessionKV:
         self._resolved_version = -1
         self._lengths = [0] * geometry.layers
         self._hot: dict[int, int] = {}
+        self._promotes = rig is not None if promotes is None else promotes
+        self._promoted: set[int] = set()
+        self.promoted_hot_blocks = 0
         self._plan: StepPlan | None = None
         self._appends_only = False
         self.counts = StepCounts()
@@ -113,6 +125,7 @@ class SessionKV:
     def drop(self, block: int) -> None:
         """Forget a hot block and release its slot."""
         self.arena.release(self._hot.pop(block))
+        self._promoted.discard(block)
         self._plan = None
 
     @property
@@ -270,6 +283,11 @@ class SessionKV:
     def _demote(self, candidates: list[int], need: int, *, include_first: bool = False) -> None:
         """Take `need` of the candidates from the hot tier, whatever becomes of the daemon."""
         goal = len(self._hot) - need
+        for block in [block for block in candidates if block in self._promoted][:need]:
+            self.drop(block)
+        if len(self._hot) == goal:
+            return
+        candidates = [block for block in candidates if block in self._hot]
         if self.guard is not None and self.guard.is_due(self.position):
             self.guard.decide(self.arena, self._hot, candidates, self.position)
             self._follow_verdict()
@@ -348,9 +366,11 @@ class SessionKV:
         total = geometry.blocks_for(self.position + self.step_tokens)
         below = np.setdiff1d(np.arange(total), np.array(hot_blocks, dtype=np.int64))
         table = self.handle.table.read(total)
-        require_published(table, below)
+        # Promoted ones too: of a lost page the suffix is recomputed at once, while it is short.
+        promoted = np.array(sorted(self._promoted), dtype=np.int64)
+        require_published(table, np.union1d(below, promoted))
         chunk_bytes = self.reader.ring.chunk_bytes
-        make_page = partial(self._cold_page, table)
+        make_page = partial(self.workings.cold_page, table)
         layers = tuple(
             LayerPlan(
                 warm_runs(geometry, table, layer, below, self._slab_address),
@@ -377,30 +397,6 @@ class SessionKV:
     def _slab_address(self, slab: int) -> int:
         return self.workings.slab(slab).address
 
-    def _cold_page(
-        self, table: PageTableView, layer: int, block: int, layout: PageLayout
-    ) -> ColdPage:
-        slab, slot = int(table.slab[layer, block]), int(table.slot[layer, block])
-        expected = SlotHeader(
-            store_uuid=self.handle.store_uuid,
-            slab=slab,
-            slot=slot,
-            generation=int(table.generation[layer, block]),
-            codec=layout.codec,
-            dtype=layout.dtype,
-            session=self.handle.number,
-            layer=layer,
-            block=block,
-            namespace_digest=self._namespace_digest,
-            logical_bytes=self.geometry.page_bytes,
-            stored_bytes=layout.payload_bytes,
-            payload_digest=b"",  # the header's own; the daemon's index knows it, we need not
-        )
-        return ColdPage(
-            layer, block, self.client.slab(slab).fd, slot * layout.slot_bytes,
-            slot_check(expected), expected.generation,
-        )  # fmt: skip
-
     # -- loss, suspension, end ----------------------------------------------
 
     def recover(self, miss: PageMiss) -> None:
@@ -410,12 +406,16 @@ class SessionKV:
         self._truncate_hot(miss.block * self.geometry.block_tokens)
 
     def truncate(self, tokens: int) -> None:
-        """Keep the first `tokens` tokens. A sealed block that this opens again must be hot."""
+        """Keep the first `tokens` tokens.
+
+        A sealed block that this opens again must be hot, and not a promoted one.
+        """
         self.cancel()
         if tokens >= self.position:
             return
         kept = self.geometry.blocks_for(tokens)
-        if tokens % self.geometry.block_tokens and kept - 1 not in self._hot:
+        own = self._hot.keys() - self._promoted
+        if tokens % self.geometry.block_tokens and kept - 1 not in own:
             # The open block's bytes below hot may be lossy; start it from its first token.
             kept -= 1
             tokens = kept * self.geometry.block_tokens
@@ -442,14 +442,42 @@ class SessionKV:
         for block in list(self._hot):
             self.drop(block)
 
-    def adopt(self, sealed_blocks: int) -> None:
-        """Take over a resumed session whose blocks all stand below the hot tier."""
+    def adopt(self, sealed_blocks: int, ahead_tokens: int = 0) -> None:
+        """Take over a resumed session whose blocks all stand below the hot tier.
+
+        Where it promotes, warm blocks come up as far as room is left for `ahead_tokens`, the
+        tokens known to follow, and the open block: the first, then the newest. With codec raw
+        the copies are exact; with a lossy one they are the decoded values, rounded to the
+        model's dtype. Blocks that cannot be had now stay below. Raises DeviceFailed.
+        """
         assert self.position == 0 and not self._hot, "only a fresh SessionKV adopts"
         self.position = sealed_blocks * self.geometry.block_tokens
         self._lengths = [self.position] * self.geometry.layers
         if self.guard is not None:
             self.guard.adopt(self.handle.table.read(sealed_blocks).codec)
             self._follow_verdict()
+        if self._promotes:
+            with contextlib.suppress(StaleGeneration, DaemonUnavailable):
+                self._promote(max(1, self.geometry.blocks_for(ahead_tokens)))
+
+    def _promote(self, blocks_ahead: int) -> None:
+        self.link.begin_step()
+        self._enter()
+        slots: dict[int, int] = {}
+        try:
+            table = self.handle.table.read(self.sealed_blocks)
+            for block in choose_blocks(table, self.arena.free_slots - blocks_ahead):
+                slots[block] = self.arena.allocate()
+            self.workings.promote(ascents(table, slots, self.arena, self._slab_address))
+            self._require_unreclaimed()
+            self._hot.update(slots)
+            self._promoted.update(slots)
+            self.promoted_hot_blocks += len(slots)
+        finally:
+            self._leave()
+            for block, slot in slots.items():
+                if block not in self._hot:
+                    self.arena.release(slot)
 
     def close(self) -> None:
         """Stop reading, and close the session in the daemon unless it was suspended."""
@@ -461,5 +489,8 @@ class SessionKV:
         self.workings.check_integrity()
         used = self.arena.slot_count - self.arena.free_slots
         assert used == len(self._hot), f"{used=} != {len(self._hot)=}"
+        promoted = self._promoted
+        assert promoted <= self._hot.keys(), f"{promoted=} {self._hot=}"
+        assert all(block < self.sealed_blocks for block in promoted), f"{promoted=}"
         allowed = {self.position, self.position + self.step_tokens}
         assert set(self._lengths) <= allowed, f"{self._lengths=} {allowed=}"

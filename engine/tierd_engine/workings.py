@@ -11,13 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tierd.client import Client, MappedSlab, SessionHandle
-from tierd.codec.layout import page_layout
+from tierd.codec.layout import PageLayout, page_layout
+from tierd.disk.header import SlotHeader, slot_check
+from tierd.memory.pagetable import PageTableView
 from tierd.types import CodecId, Geometry
 from tierd_engine.agent import TransferAgent
 from tierd_engine.arena import HotArena
 from tierd_engine.attention.executors import Executors
-from tierd_engine.coldread import ColdReader, ColdUnit
+from tierd_engine.coldread import ColdPage, ColdReader, ColdUnit
 from tierd_engine.coldwrite import ColdWriter
+from tierd_engine.promotion import Ascent, decode_to_hot
 from tierd_engine.staging import StagingRing
 
 if TYPE_CHECKING:
@@ -45,7 +48,8 @@ class Workings:
         rig: DeviceRig | None = None,
     ) -> None:
         geometry = handle.namespace.geometry
-        self._client, self._rig = client, rig
+        self._client, self._handle, self._rig = client, handle, rig
+        self._namespace_digest = handle.namespace.digest()
         self._pinned: set[int] = set()
         self._encoder: DeviceEncoder | None = None
         blocks = geometry.blocks_for(max_tokens)
@@ -97,6 +101,43 @@ class Workings:
             self.reader.set_schedule(units)
         else:
             self.executors.schedule_cold(units)
+
+    def promote(self, ascents: Sequence[Ascent]) -> None:
+        """Copy and decode warm pages to hot ones. Inside the epoch, between steps.
+
+        Once this returns no warm slot is read any more, and who attends next sees whole pages.
+        Raises StaleGeneration, DeviceFailed.
+        """
+        if isinstance(self.executors, Executors):
+            for ascent in ascents:
+                decode_to_hot(ascent.run.addresses, ascent.targets, ascent.run.layout)
+        else:
+            self.executors.promote(ascents)
+
+    def cold_page(
+        self, table: PageTableView, layer: int, block: int, layout: PageLayout
+    ) -> ColdPage:
+        """Return where a cold page stands, and what its slot's header must say."""
+        slab, slot = int(table.slab[layer, block]), int(table.slot[layer, block])
+        expected = SlotHeader(
+            store_uuid=self._handle.store_uuid,
+            slab=slab,
+            slot=slot,
+            generation=int(table.generation[layer, block]),
+            codec=layout.codec,
+            dtype=layout.dtype,
+            session=self._handle.number,
+            layer=layer,
+            block=block,
+            namespace_digest=self._namespace_digest,
+            logical_bytes=self.arena.geometry.page_bytes,
+            stored_bytes=layout.payload_bytes,
+            payload_digest=b"",  # the header's own; the daemon's index knows it, we need not
+        )
+        return ColdPage(
+            layer, block, self._client.slab(slab).fd, slot * layout.slot_bytes,
+            slot_check(expected), expected.generation,
+        )  # fmt: skip
 
     def slab(self, slab_id: int) -> MappedSlab:
         """Return a slab, pinned where that is of use. As Client.slab."""

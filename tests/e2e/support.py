@@ -76,7 +76,7 @@ class Engine:
     def __init__(
         self, socket: str, tiny: TinyModel, *, hot_blocks: int = 3, max_tokens: int = 512,
         plan: PlanMode = PlanMode.NEAR, resume: str | None = None, rejoin_seconds: float = 0.3,
-        space: Namespace | None = None, guarded: bool = False,
+        space: Namespace | None = None, guarded: bool = False, promotes: bool | None = None,
     ) -> None:  # fmt: skip
         self.client = Client.connect(socket)
         space = space or namespace(tiny)
@@ -88,7 +88,9 @@ class Engine:
         budget = hot_blocks * hot_block_bytes(space.geometry)
         heads = tiny.shape.heads
         guard = QualityGuard(space, heads) if guarded else None
-        self.kv = SessionKV(self.client, handle, heads, budget, max_tokens, plan, guard)
+        self.kv = SessionKV(
+            self.client, handle, heads, budget, max_tokens, plan, guard, promotes=promotes
+        )
         self.kv.arena.poison()
         self.kv.link.rejoin_seconds = rejoin_seconds
         self.generator = Generator(tiny.model, self.kv)

@@ -110,3 +110,33 @@ def test_a_suspended_session_goes_on_with_the_same_tokens_after_a_kill(tmp_path:
             job.steps(44)
             assert tokens + job.tokens == list(expected(MODEL, CONTEXT))
             assert job.generator.recomputed_tokens == 0
+
+
+def test_promoted_blocks_outlive_the_daemon_and_are_kept_below_it(tmp_path: Path) -> None:
+    tiny = model(MODEL)
+    with respawning(tiny, tmp_path, warm_blocks=20) as (daemon, socket):
+        eventually(lambda: connects(socket), START_SECONDS)
+        with Engine(socket, tiny) as job:
+            job.prefill(prompt(CONTEXT))
+            job.steps(20)
+            session, tokens = job.suspend(), list(job.tokens)
+        with Engine(
+            socket, tiny, resume=session, hot_blocks=8, rejoin_seconds=30.0, promotes=True
+        ) as job:
+            assert job.kv.promoted_hot_blocks > 0
+            job.prefill([])
+            job.steps(2)
+            daemon.kill()
+            eventually(lambda: connects(socket), START_SECONDS)
+            job.steps(42)
+            job.kv.check_integrity()
+            assert job.kv.link.rejoins == 1 and job.generator.recomputed_tokens == 0
+            assert tokens + job.tokens == list(expected(MODEL, CONTEXT))
+            session = job.suspend()
+        daemon.kill()
+        eventually(lambda: connects(socket), START_SECONDS)
+        with Engine(socket, tiny, resume=session, hot_blocks=8, promotes=True) as job:
+            assert job.kv.position == (CONTEXT + 64) // BLOCK_TOKENS * BLOCK_TOKENS
+            job.prefill([])
+            assert job.generator.recomputed_tokens == 0
+            job.kv.check_integrity()

@@ -10,6 +10,7 @@ from tests.codec.pages import Pages, hot_pages, normal, shape_of
 from tests.gpu.coding import cases, each_codec, hot_of, layout_of
 from tierd.codec.reference import decode_page, encode_page, narrowed
 from tierd.types import CodecId, DType, Geometry
+from tierd_engine.device.kernels import HostKernels, TritonKernels
 from tierd_engine.gpu.decoding import decode_pages
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -129,3 +130,18 @@ def test_no_pages_is_no_work(codec: CodecId) -> None:
     none = torch.empty(0, dtype=torch.int64)
     layout = layout_of(Geometry(1, 2, 32, DType.FLOAT32, 16), codec)
     decode_pages(none, none, none, 0, layout, DType.FLOAT32)
+
+
+@each_codec
+def test_the_kernels_of_a_device_promote_to_the_same_bytes(codec: CodecId) -> None:
+    geometry = Geometry(1, 2, 32, DType.BFLOAT16, 64)
+    x = np.random.default_rng().standard_normal(shape_of(geometry, 2), np.float32)
+    payloads = payloads_of(x, geometry, codec)
+    made = []
+    for kernels in (TritonKernels(), HostKernels()):
+        hot = Pages(payloads.count, layout_of(geometry, CodecId.RAW).payload_bytes)
+        source, target = torch.tensor(payloads.addresses), torch.tensor(hot.addresses)
+        kernels.decode_hot(source, target, layout_of(geometry, codec))
+        assert hot.guards_hold() and payloads.guards_hold()
+        made.append([rows_of(hot, page, geometry) for page in range(2)])
+    np.testing.assert_array_equal(made[0], made[1])

@@ -41,6 +41,10 @@ class DeviceArena(HotArena):
             self.values[slot, layer, :, start:end] = values
 
         self._device.launch(self._device.compute, kernel)
+        self.record_written()
+
+    def record_written(self) -> None:
+        """Say that all that writes to hot pages up to now is on the compute stream."""
         self._device.record(self.written, self._device.compute, Fence.RECORD_WRITTEN)
 
     def on_host(self, slots: dict[int, int]) -> tuple[HotArena, dict[int, int]]:

@@ -38,6 +38,7 @@ from tierd_engine.device.port import Device
 from tierd_engine.device.prefill import DevicePrefill
 from tierd_engine.device.split import Rates, StepTimes, corrected_rates, near_pages
 from tierd_engine.device.stager import Piece, Stager, layer_pieces
+from tierd_engine.promotion import Ascent
 from tierd_engine.staging import RING_CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -120,6 +121,41 @@ class DeviceExecutors:
             self.reader.set_schedule(units)
         else:
             self.direct.schedule(units)
+
+    def promote(self, ascents: Sequence[Ascent]) -> None:
+        """Bring warm pages to hot ones, through the ring. Inside the epoch, between steps.
+
+        Once this returns no copy is left; the decoding is on the compute stream, before all that
+        may read or overwrite those hot pages. Raises StaleGeneration, DeviceFailed.
+        """
+        chunk_bytes, targets = self.stager.chunk_bytes, []
+        pieces: list[Piece] = []
+        for ascent in ascents:
+            plan, done = LayerPlan((ascent.run,), ()), 0
+            for piece in layer_pieces(ascent.layer, plan, chunk_bytes, self._pins.pieces_of):
+                part = ascent.targets[done : done + piece.count].copy()
+                targets.append(torch.from_numpy(part).to(self._device.torch_device))
+                pieces.append(piece)
+                done += piece.count
+        self._running = True
+        try:
+            self.stager.begin(pieces)
+            for target in targets:
+                self._decode_staged(target)
+            self.arena.record_written()
+            self.stager.settle()
+            self._running = False
+        finally:
+            self.cancel()
+
+    def _decode_staged(self, target: torch.Tensor) -> None:
+        staged = self.stager.take()
+        self.stager.wait_filled(staged)
+        source, layout = staged.addresses, staged.piece.layout
+        self._device.launch(
+            self._device.compute, lambda: self._kernels.decode_hot(source, target, layout)
+        )
+        self.stager.release()
 
     # -- a step -------------------------------------------------------------------
     def begin(self, plan: StepPlan, view: StepView, mode: PlanMode) -> None:

@@ -49,6 +49,9 @@ class PageKernels(Protocol):
     ) -> None:
         """Decode whole pages to a staging's tokens `start` on, one after the other."""
 
+    def decode_hot(self, source: torch.Tensor, target: torch.Tensor, layout: PageLayout) -> None:
+        """Decode whole pages to hot ones at `target`, in the model's dtype; raw bit for bit."""
+
 
 class TritonKernels:
     """The GPU's kernels."""
@@ -101,6 +104,15 @@ class TritonKernels:
         from tierd_engine.gpu.prefill import decode_on_gpu
 
         decode_on_gpu(layout, addresses, staging, start)
+
+    def decode_hot(self, source: torch.Tensor, target: torch.Tensor, layout: PageLayout) -> None:
+        """See PageKernels."""
+        from tierd.codec.reference import raw_layout
+        from tierd_engine.gpu.decoding import decode_pages
+
+        hot = raw_layout(layout)
+        keys, values = target + hot.keys, target + hot.values
+        decode_pages(source, keys, values, hot.head_bytes, layout, layout.dtype)
 
 
 class HostKernels:
@@ -171,6 +183,12 @@ class HostKernels:
         bits = torch.float32 if staging.keys.dtype is torch.float32 else torch.uint16
         keys, values = (part.view(bits).numpy() for part in (staging.keys, staging.values))
         decode_pages(addresses.numpy(), layout, keys, values, start)
+
+    def decode_hot(self, source: torch.Tensor, target: torch.Tensor, layout: PageLayout) -> None:
+        """See PageKernels."""
+        from tierd_engine.promotion import decode_to_hot
+
+        decode_to_hot(source.numpy(), target.numpy(), layout)
 
 
 _QUERIES_AT_ONCE = 16  # that the CPU's kernel takes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,42 @@ def test_a_job_is_in_bfloat16_on_a_device_and_guarded(device: FakeDevice, tmp_pa
     assert report["dtype"] == "bfloat16" and report["codec"] == "int8"
     assert report["checks"]["integrity"] is True
     assert device.pending == 0 and device.registered_bytes == 0
+
+
+def test_a_resumed_job_promotes_and_its_answer_is_the_models_own(
+    device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_folder(tmp_path / "model")
+    spec = JobSpec(
+        str(folder), TEXT, "Why?", max_new_tokens=6, ignore_eos=True, block_tokens=16, hot="40%",
+        warm="100%", verify=True, device="cuda", codec="raw", dtype="float32", keep=True,
+    )  # fmt: skip
+    warm = 2 * prepare_job(spec).sizes.warm_budget_bytes
+    with EmbeddedDaemon(embedded_config(warm_bytes=warm)) as daemon:
+        first = run_job(
+            prepare_job(spec, daemon.socket),
+            socket=daemon.socket,
+            events=Quiet(),  # type: ignore[arg-type]
+        ).to_dict()
+        assert first["hot"]["promoted_hot_blocks"] == 0
+        again = FakeDevice(RandomChooser(2))
+        pins = Pins(again, HostLimits(None, None))
+        monkeypatch.setattr(runner, "open_rig", lambda name: fake_rig(again, pins))
+        more = replace(
+            spec, document="", prompt="More?", keep=False, codec=None, block_tokens=None,
+            resume=first["session"]["id"],
+        )  # fmt: skip
+        second = run_job(
+            prepare_job(more, daemon.socket),
+            socket=daemon.socket,
+            events=Quiet(),  # type: ignore[arg-type]
+        ).to_dict()
+    assert second["hot"]["promoted_hot_blocks"] > 0
+    assert second["verify"]["tokens_identical"] is True
+    assert second["hot"]["peak_bytes"] <= second["hot"]["budget_bytes"]
+    assert second["checks"]["recomputed_tokens"] == 0
+    assert again.pending == 0 and again.registered_bytes == 0
+    again.check_integrity()
 
 
 def test_a_job_that_fails_gives_the_device_back(
