@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -130,7 +131,11 @@ def _no_leaks(folder: Path, pid: int) -> None:
     assert len(files) <= 12, files  # journal segments, snapshots, superblock, LOCK
 
     def fds() -> list[str]:
-        return [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+        found = []
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+                found.append(os.readlink(path))
+        return found
 
     eventually(lambda: not [fd for fd in fds() if "memfd:tierd" in fd or "/slab/" in fd], 5.0)
     assert len(fds()) < 60, fds()
