@@ -45,9 +45,15 @@ class Traffic:
         self.counts: Counter[str] = Counter()
 
     def choose_spills(self, need_bytes: int, below: Rank) -> list[PageKey]:
-        """Return warm pages of sessions ranked under `below` whose spill frees `need_bytes`."""
+        """Return warm pages of sessions ranked under `below` whose spill frees `need_bytes`.
+
+        None of a namespace whose slots are held after a restart: they would not be free.
+        """
         moving: Collection[PageKey] = self._placement.moving
-        return choose_spills(map(self._candidate, self._book), need_bytes, below, moving)
+        digests = {session.namespace_digest for session in self._book}
+        held = {digest for digest in digests if self._placement.holds_warm(digest)}
+        spillable = [s for s in self._book if s.namespace_digest not in held]
+        return choose_spills(map(self._candidate, spillable), need_bytes, below, moving)
 
     def has_unused(self) -> bool:
         """Return whether warm holds pages of sessions that nobody runs or awaits, to be spilled."""
