@@ -1,5 +1,6 @@
 """Handing pages back to the next daemon, where something goes wrong on the way."""
 
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from tierd.daemon import EmbeddedDaemon
 from tierd.demotions import RoomNeeded
 from tierd.disk.simulated import SimulatedDisk
 from tierd.errors import DeadlineExceeded, NotFound, TierdError, TierFull
+from tierd.logs import digest8
 from tierd.memory import slabmemory as slab_memory
 from tierd.sessions import Session
 from tierd.types import PageKey, SlabRecord, Tier
@@ -190,6 +192,45 @@ def test_room_for_slabs_that_never_come_is_free_when_the_time_for_claims_is_over
     assert budget.remaining_bytes == budget.unused_bytes == 10 * INT8_BLOCK
     rig.demote(session, range(7, 17))
     rig.store.check_integrity()
+
+
+def test_pages_whose_slab_finds_no_room_are_said_to_be_lost_with_the_reason() -> None:
+    rig, ((first, offered), (_, never)) = two_engines_and_a_restart(blocks=6)
+    never.close()
+    told: list[tuple[int, PageKey, str]] = []
+    rig.store.traffic.on_lost = lambda _, lost, why: told.append((len(lost), lost[0], why))
+    slabs = list(offered.slabs)
+    held = [slab for slab in slabs if slab != slabs[2]]
+    for slab in held:
+        rig.store.placement.hold_warm_slab(offered.slabs[slab].record, offered.slabs[slab].fd)
+    found = inspect(offered, first, RIG_INT8, rig.ledger.store_uuid, 64)
+    offered.close()
+    found.refused = {slabs[2]: "beyond the budget"}
+    session = rig.store.adopt_session(1, first, RIG_INT8, 1024, found)
+    assert told == [(LAYERS, PageKey(first, 0, 3), "beyond the budget")]
+    rig.store.truncate(1, first, 3, damaged_layer=0)
+    assert told[1:] == [(1, PageKey(first, 0, 3), "an engine needs it, and it is in no tier")]
+    assert session.index.pages_in(Tier.WARM) == 2 * LAYERS
+    rig.store.check_integrity()
+
+
+def test_a_daemon_logs_what_an_engine_found_lost(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = config(tmp_path)
+    settings = replace(settings, service=replace(settings.service, log_level="warning"))
+    with EmbeddedDaemon(settings) as daemon, Client.connect(daemon.socket) as client:
+        handle = client.open_session(INT8, MAX_TOKENS)
+        demote(client, handle, [1, 2])
+        handle.truncate(2, damaged_layer=1)
+        handle.truncate(5)
+        session = handle.id
+    lines = [line for line in capfd.readouterr().err.splitlines() if "pages were lost" in line]
+    assert len(lines) == 1
+    line = json.loads(lines[0])
+    assert line["session"] == digest8(session) and session not in lines[0]
+    assert (line["pages"], line["layer"], line["block"]) == (1, 1, 2)
+    assert line["why"] == "an engine read other bytes than were written"
 
 
 # -- an engine that leaves ------------------------------------------------------------
