@@ -1,5 +1,6 @@
 """Handing pages back to the next daemon, where something goes wrong on the way."""
 
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -30,9 +31,12 @@ from tierd.adoption import Offers, inspect
 from tierd.client import Client, SessionHandle
 from tierd.config import DaemonConfig
 from tierd.daemon import EmbeddedDaemon
+from tierd.demotions import RoomNeeded
 from tierd.disk.simulated import SimulatedDisk
 from tierd.errors import DeadlineExceeded, NotFound, TierdError, TierFull
+from tierd.logs import digest8
 from tierd.memory import slabmemory as slab_memory
+from tierd.sessions import Session
 from tierd.types import PageKey, SlabRecord, Tier
 
 
@@ -110,6 +114,123 @@ def test_a_slab_that_cannot_be_mapped_costs_its_own_pages_and_nothing_is_counted
         key = PageKey(adopted.number, layer, block)
         assert rig.bytes_of(adopted, layer, block) == rig.payload(adopted, key, page.place.codec)
     offers.close()
+
+
+# -- two engines, one after the other -------------------------------------------------
+
+
+def offers_of(rig: Rig, session: Session) -> Offers:
+    """Return what the session's engine hands over: its table, and the slabs that it names."""
+    assert session.table is not None
+    offers = Offers()
+    offers.add_table(session.number, session.table.fd)
+    named = {page.place.slab for _, page in session.index if page.place.tier is Tier.WARM}
+    for pool in rig.store.placement.pools[Tier.WARM]:
+        for slab in named & pool.slabs().keys():
+            record = SlabRecord(slab, pool.namespace_digest, pool.slot_bytes, pool.slabs()[slab])
+            offers.add_slab(record, rig.store.placement.warm_memory.fd(slab))
+    return offers
+
+
+def hand_back(rig: Rig, engine_id: int, number: int, offers: Offers) -> Session:
+    """Do the daemon's part of a hand-over; the offers are closed."""
+    for slab in offers.slabs.values():
+        rig.store.placement.hold_warm_slab(slab.record, slab.fd)
+    found = inspect(offers, number, RIG_INT8, rig.ledger.store_uuid, 64)
+    offers.close()
+    session = rig.store.adopt_session(engine_id, number, RIG_INT8, 1024, found)
+    rig.store.check_integrity()
+    return session
+
+
+def two_engines_and_a_restart(blocks: int) -> tuple[Rig, list[tuple[int, Offers]]]:
+    """Return the next daemon, with 16 blocks of warm, and what engines 1 and 2 hand over."""
+    disk = SimulatedDisk(1)
+    rig = Rig(disk=disk, durable=True)
+    sessions = [rig.session(rig.engine(engine_id)) for engine_id in (1, 2)]
+    for block in range(1, blocks + 1):
+        for session in sessions:
+            rig.demote(session, [block])
+    left = [(session.number, offers_of(rig, session)) for session in sessions]
+    rig.ledger.flush()
+    rig.store.close()
+    rig = Rig(disk=disk.kill(), durable=True, first_number=100)
+    rig.engine(1)
+    rig.engine(2)
+    return rig, left
+
+
+def test_the_engine_that_comes_first_does_not_take_the_room_of_the_other_ones_slabs() -> None:
+    rig, ((first, offered), (second, waiting)) = two_engines_and_a_restart(blocks=6)
+    session = hand_back(rig, 1, first, offered)
+    assert session.index.pages_in(Tier.WARM) == 6 * LAYERS
+    with pytest.raises(RoomNeeded):
+        rig.demote(session, range(7, 13))
+    plan = rig.store.plan_demotion(1, first, range(7, 13), 6, writes_cold=True)
+    assert plan.tier is Tier.COLD, "an engine that can writes past warm meanwhile"
+    rig.settle()
+    assert session.index.pages_in(Tier.WARM) == 6 * LAYERS, "no spill that makes no room"
+    other = hand_back(rig, 2, second, waiting)
+    assert other.index.pages_in(Tier.WARM) == 6 * LAYERS
+    rig.store.abort(1, plan.reservation)
+    rig.demote(session, range(7, 10))
+    for one in (session, other):
+        for (layer, block), page in one.index:
+            key = PageKey(one.number, layer, block)
+            assert rig.bytes_of(one, layer, block) == rig.payload(one, key, page.place.codec)
+    rig.store.check_integrity()
+
+
+def test_room_for_slabs_that_never_come_is_free_when_the_time_for_claims_is_over() -> None:
+    rig, ((first, offered), (_, never)) = two_engines_and_a_restart(blocks=6)
+    never.close()
+    session = hand_back(rig, 1, first, offered)
+    budget = rig.store.placement.pools[Tier.WARM].budget
+    assert budget.remaining_bytes == 0 and budget.unused_bytes == 10 * INT8_BLOCK
+    rig.clock.advance(keeping.CLAIM_SECONDS + 1.0)
+    rig.store.tick()
+    assert budget.remaining_bytes == budget.unused_bytes == 10 * INT8_BLOCK
+    rig.demote(session, range(7, 17))
+    rig.store.check_integrity()
+
+
+def test_pages_whose_slab_finds_no_room_are_said_to_be_lost_with_the_reason() -> None:
+    rig, ((first, offered), (_, never)) = two_engines_and_a_restart(blocks=6)
+    never.close()
+    told: list[tuple[int, PageKey, str]] = []
+    rig.store.traffic.on_lost = lambda _, lost, why: told.append((len(lost), lost[0], why))
+    slabs = list(offered.slabs)
+    held = [slab for slab in slabs if slab != slabs[2]]
+    for slab in held:
+        rig.store.placement.hold_warm_slab(offered.slabs[slab].record, offered.slabs[slab].fd)
+    found = inspect(offered, first, RIG_INT8, rig.ledger.store_uuid, 64)
+    offered.close()
+    found.refused = {slabs[2]: "beyond the budget"}
+    session = rig.store.adopt_session(1, first, RIG_INT8, 1024, found)
+    assert told == [(LAYERS, PageKey(first, 0, 3), "beyond the budget")]
+    rig.store.truncate(1, first, 3, damaged_layer=0)
+    assert told[1:] == [(1, PageKey(first, 0, 3), "an engine needs it, and it is in no tier")]
+    assert session.index.pages_in(Tier.WARM) == 2 * LAYERS
+    rig.store.check_integrity()
+
+
+def test_a_daemon_logs_what_an_engine_found_lost(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = config(tmp_path)
+    settings = replace(settings, service=replace(settings.service, log_level="warning"))
+    with EmbeddedDaemon(settings) as daemon, Client.connect(daemon.socket) as client:
+        handle = client.open_session(INT8, MAX_TOKENS)
+        demote(client, handle, [1, 2])
+        handle.truncate(2, damaged_layer=1)
+        handle.truncate(5)
+        session = handle.id
+    lines = [line for line in capfd.readouterr().err.splitlines() if "pages were lost" in line]
+    assert len(lines) == 1
+    line = json.loads(lines[0])
+    assert line["session"] == digest8(session) and session not in lines[0]
+    assert (line["pages"], line["layer"], line["block"]) == (1, 1, 2)
+    assert line["why"] == "an engine read other bytes than were written"
 
 
 # -- an engine that leaves ------------------------------------------------------------

@@ -21,6 +21,7 @@ from tierd.errors import (
     StorageError,
     TierFull,
 )
+from tierd.keeping import CLAIM_SECONDS
 from tierd.memory.pagetable import PageTableReader
 from tierd.mover import RETRY_SECONDS
 from tierd.types import SessionState, Tier
@@ -233,6 +234,8 @@ def test_a_restart_lends_no_slot_that_an_engine_of_before_has_locked() -> None:
     disk.locked_ranges = lambda handle: [(place.slot * INT8_SLOT, LAYERS * INT8_SLOT)]
     again = Rig(2 * INT8_BLOCK, 64 * INT8_BLOCK, disk, durable=True, first_number=100)
     again.engine(1)
+    again.clock.advance(CLAIM_SECONDS + 1.0)  # till then warm is for what engines may bring
+    again.store.tick()
     other = again.session()
     again.demote(other, [1, 2])
     free = plan(again, other, [3, 4], writes_cold=True)

@@ -86,12 +86,17 @@ class Offers:
 
 @dataclass(slots=True)
 class Found:
-    """What stands behind an old page table: pages by (layer, block). Cold ones have no digest."""
+    """What stands behind an old page table: pages by (layer, block). Cold ones have no digest.
+
+    `wrong`: why a page is not the one that the table names. `refused`: why a slab that was
+    offered, by id, could not be taken in.
+    """
 
     warm: dict[tuple[int, int], Page] = field(default_factory=dict)
     cold: dict[tuple[int, int], Place] = field(default_factory=dict)
     torn: set[tuple[int, int]] = field(default_factory=set)  # the daemon died writing these
-    wrong: int = 0
+    wrong: dict[tuple[int, int], str] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
 
 
 def inspect(
@@ -148,8 +153,8 @@ class _Inspector:
                     found.cold[layer, block] = place
                 else:
                     found.warm[layer, block] = Page(place, self._verified(layer, block, place))
-            except (PageDamaged, CodecError, InvalidArgument, ValueError):
-                found.wrong += 1
+            except (PageDamaged, CodecError, InvalidArgument, ValueError) as error:
+                found.wrong[layer, block] = str(error)
         return found
 
     def _verified(self, layer: int, block: int, place: Place) -> bytes:

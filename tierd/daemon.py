@@ -18,7 +18,7 @@ import resource
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,14 +44,15 @@ from tierd.errors import (
 )
 from tierd.host import Host, rpc_target
 from tierd.lanes import ThreadLanes
-from tierd.logs import new_log
+from tierd.logs import digest8, new_log
 from tierd.memory.slabmemory import MemfdBacking
 from tierd.metrics import Metrics
 from tierd.mover import Mover, Troubles
 from tierd.pools import TierParts
 from tierd.rpcserver import RpcServer
+from tierd.sessions import Session
 from tierd.store import Store
-from tierd.types import Tier
+from tierd.types import PageKey, Tier
 from tierd.units import SECTOR_BYTES, format_size
 
 _COLD_FREE_SHARE = 0.9  # of the free space, where no cap is set: the rest stays for others
@@ -94,6 +95,12 @@ class Daemon:
         for what in before.keys() - now.keys():
             self.log.info("trouble is over", what=what)
 
+    def _log_lost(self, session: Session, lost: Sequence[PageKey], why: str) -> None:
+        self.log.warning(
+            "pages were lost", session=digest8(session.id), pages=len(lost),
+            layer=lost[0].layer, block=lost[0].block, why=why,
+        )  # fmt: skip
+
     async def _start(self) -> None:
         config = self.config
         check_memory(config)
@@ -105,6 +112,7 @@ class Daemon:
         self.disk = disk
         self.store = self._open_store(disk)
         self._stack.callback(self.store.close)
+        self.store.traffic.on_lost = self._log_lost
         lanes = ThreadLanes()
         self.mover = Mover(self.store, lanes)
         self.mover.on_troubles = self._log_troubles

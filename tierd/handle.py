@@ -77,6 +77,7 @@ class SessionHandle:
         self.table = PageTableReader(table_fd)
         self.token_ids = token_ids
         self.sealed_blocks = sealed_blocks
+        self.refusal = ""  # why the newest daemon did not take the session back
         self._open = True
 
     @property
@@ -225,10 +226,11 @@ class SessionHandle:
 
         Its page table is then a new one. A daemon that cannot take the session (it is
         of another store, or came too late) opens a new one, and 0 is returned: what was
-        below the hot tier is to be recomputed. Raises DaemonUnavailable, TierFull.
+        below the hot tier is to be recomputed, and `refusal` says why.
+        Raises DaemonUnavailable, TierFull.
         """
         max_tokens = self.table.max_blocks * self.namespace.geometry.block_tokens
-        pages = 0
+        pages, self.refusal = 0, ""
         try:
             self._client.offer(self._table_fd, self.number, self.table, self.namespace.digest())
             request = wire.request(
@@ -239,7 +241,8 @@ class SessionHandle:
             )
             reply = self._client.call(self._client.sessions_stub.Adopt, request, ADOPT_SECONDS)
             pages = reply.warm_pages + reply.cold_pages
-        except (StaleGeneration, LayoutMismatch, InvalidArgument, NotFound):
+        except (StaleGeneration, LayoutMismatch, InvalidArgument, NotFound) as error:
+            self.refusal = str(error)
             self.number = self._client.open_number(self.namespace, max_tokens)
         fd = self._client.table_fd(self.number)
         table = PageTableReader(fd)

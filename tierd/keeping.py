@@ -14,6 +14,7 @@ Invariants:
   a dormant session has no page in the index; what the ledger has is all it has
   a session that was never kept is in the book only while an engine owns it
   it is recorded before it may have a page: a restart holds slots for those it knows
+  while a session is unclaimed, no warm slab is made: the budget is for those that it may bring
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ class Keeper:
                 self.cut(session, self._kept_prefix(session))
             if session.kept:
                 self._book.add(session)
+        if self.unclaimed:
+            # An engine that comes first and goes on would fill what the next one's slabs need.
+            self._placement.pools[Tier.WARM].budget.await_slabs()
         if self.durable:
             self._claims_end_seconds = self._clock.monotonic() + CLAIM_SECONDS
 
@@ -117,9 +121,15 @@ class Keeper:
         session = self.unclaimed.pop(number, None)
         if session is None:
             return None
+        self._check_awaited()
         session.dormant = False
         self._index(session)
         return session
+
+    def _check_awaited(self) -> None:
+        """Let new warm slabs be made once no session is left that may bring old ones."""
+        if not self.unclaimed:
+            self._placement.pools[Tier.WARM].budget.stop_awaiting()
 
     def _index(self, session: Session) -> None:
         found = pages_of(self._ledger.pages_of(session.number))
@@ -129,6 +139,7 @@ class Keeper:
         """An unclaimed session is its engine's no more: only what was kept of it stays."""
         if self.unclaimed.pop(session.number, None) is None:
             return
+        self._check_awaited()
         self.release_held(session.namespace_digest)
         rows = self._ledger.pages_of(session.number)
         beyond = rows[rows["block"] >= (session.sealed_blocks if session.kept else 0)]

@@ -206,6 +206,11 @@ class Placement:
             if pool.namespace_digest == namespace_digest:
                 pool.release_held()
 
+    def holds_warm(self, namespace_digest: bytes) -> bool:
+        """Whether warm slots of a namespace are held: a spill of its pages makes no room yet."""
+        pools = self.pools[Tier.WARM]
+        return any(p.holds for p in pools if p.namespace_digest == namespace_digest)
+
     def discard(self, places: Sequence[Place]) -> None:
         """Retire the cold slots of pages that are in no index."""
         pool_of = {slab: pool for pool in self.pools[Tier.COLD] for slab in pool.slabs()}

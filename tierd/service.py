@@ -22,6 +22,7 @@ from tierd.errors import (
     InvalidArgument,
     LayoutMismatch,
     PermissionDenied,
+    StorageError,
     TierdError,
     TierFull,
 )
@@ -146,9 +147,12 @@ class SessionsService(pb_grpc.SessionsServicer):
         engine_id, store = _engine_id(), self._store
         namespace = _known_namespace(request.namespace)
         offers = self._offers(engine_id)
-        for slab in list(offers.slabs.values()):
-            with contextlib.suppress(TierFull):  # warm is smaller now: those pages are lost
+        refused: dict[int, str] = {}
+        for number, slab in list(offers.slabs.items()):
+            try:
                 store.placement.hold_warm_slab(slab.record, slab.fd)
+            except (TierFull, StorageError) as error:  # warm is smaller now: its pages are lost
+                refused[number] = str(error)
         blocks = namespace.geometry.blocks_for(request.max_tokens)
         uuid = store.placement.store_uuid
         own = offers.copy()
@@ -158,6 +162,7 @@ class SessionsService(pb_grpc.SessionsServicer):
                 return inspect(own, request.session, namespace, uuid, blocks)
 
         found = await asyncio.to_thread(look)
+        found.refused = refused
         session = store.adopt_session(
             engine_id, request.session, namespace, request.max_tokens, found
         )
@@ -165,7 +170,7 @@ class SessionsService(pb_grpc.SessionsServicer):
         return pb.AdoptReply(
             warm_pages=session.index.pages_in(Tier.WARM),
             cold_pages=session.index.pages_in(Tier.COLD),
-            wrong_pages=found.wrong,
+            wrong_pages=len(found.wrong),
         )
 
     def _info(self, session: Session) -> Any:

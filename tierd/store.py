@@ -246,10 +246,12 @@ class Store:
     def _found_damaged(self, session: Session, layer: int, block: int) -> bool:
         """Count a page that an engine found damaged; say whether it is dropped with its slot."""
         page = session.index.get(layer, block)
+        key = PageKey(session.number, layer, block)
         if page is None:
+            self.traffic.on_lost(session, [key], "an engine needs it, and it is in no tier")
             return False
         self.counts["corrupt"] += 1
-        key = PageKey(session.number, layer, block)
+        self.traffic.on_lost(session, [key], "an engine read other bytes than were written")
         if page.place.tier is not Tier.COLD or key in self.placement.moving:
             return False
         self.placement.condemn(session, key, "an engine read other bytes than were written")

@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from tierd.adoption import Found
 from tierd.clock import Clock
@@ -43,11 +43,19 @@ class Traffic:
         self._keeper = keeper
         self._clock = clock
         self.counts: Counter[str] = Counter()
+        # Told of published pages that are lost, and why; the engine computes them anew.
+        self.on_lost: Callable[[Session, Sequence[PageKey], str], None] = lambda *lost: None
 
     def choose_spills(self, need_bytes: int, below: Rank) -> list[PageKey]:
-        """Return warm pages of sessions ranked under `below` whose spill frees `need_bytes`."""
+        """Return warm pages of sessions ranked under `below` whose spill frees `need_bytes`.
+
+        None of a namespace whose slots are held after a restart: they would not be free.
+        """
         moving: Collection[PageKey] = self._placement.moving
-        return choose_spills(map(self._candidate, self._book), need_bytes, below, moving)
+        digests = {session.namespace_digest for session in self._book}
+        held = {digest for digest in digests if self._placement.holds_warm(digest)}
+        spillable = [s for s in self._book if s.namespace_digest not in held]
+        return choose_spills(map(self._candidate, spillable), need_bytes, below, moving)
 
     def has_unused(self) -> bool:
         """Return whether warm holds pages of sessions that nobody runs or awaits, to be spilled."""
@@ -179,6 +187,22 @@ class Traffic:
                 index.set(layer, block, Page(page.place, page.digest, backing))
         index.bump()
         self.counts["adoptions"] += len(index)
+        self._tell_lost(session, found)
+
+    def _tell_lost(self, session: Session, found: Found) -> None:
+        """Say which pages the old table named that are not the session's again."""
+        warm = {key: page.place for key, page in found.warm.items()}
+        why = dict(found.wrong)
+        for key, place in {**warm, **found.cold}.items():
+            if session.index.get(*key) is None:
+                unclaimed = "its slot is not held for it any more"
+                unknown = "the ledger does not have it where the page table names it"
+                reason = unclaimed if place.tier is Tier.WARM else unknown
+                why[key] = found.refused.get(place.slab, reason)
+        lost = [PageKey(session.number, *key) for key in why if session.index.get(*key) is None]
+        if lost:
+            lost.sort(key=lambda key: (key.block, key.layer))
+            self.on_lost(session, lost, why[lost[0].layer, lost[0].block])
 
     def damaged(self, move: Move) -> None:
         """The source's bytes are not the page's: it is lost, never copied.
@@ -190,6 +214,7 @@ class Traffic:
         self.counts["corrupt"] += 1
         if orphaned:
             return
+        self.on_lost(session, [key], f"its {move.source.tier.name.lower()} bytes are not its own")
         if move.source.tier is Tier.COLD:
             self._placement.condemn(session, key, "read back other than it was written")
             self._hints.page_lost(key, self._clock.monotonic())

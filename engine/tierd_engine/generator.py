@@ -40,6 +40,7 @@ class Generator:
         self.losses: Counter[int] = Counter()
         self.lost_before = 0  # blocks of a resumed session that were gone when it came
         self.recomputed_tokens = 0
+        self.note: Callable[[str], None] = lambda text: None  # told of each loss, in one line
 
     def resume(self, token_ids: list[int], sealed_blocks: int) -> None:
         """Take over a resumed session; what lies past its sealed blocks is recomputed by `feed`.
@@ -52,6 +53,11 @@ class Generator:
         lost = range(sealed_blocks, held // block_tokens)
         self.lost_before = len(lost)
         self.recomputed_tokens += len(lost) * block_tokens
+        if lost:
+            self.note(
+                f"{len(lost)} blocks of the session were lost, from block {lost.start} on: "
+                f"computing {len(lost) * block_tokens:,} tokens anew"
+            )
         self.token_ids = list(token_ids)
 
     def feed(
@@ -104,4 +110,6 @@ class Generator:
             ) from miss
         before = self.kv.position
         self.kv.recover(miss)
-        self.recomputed_tokens += before - self.kv.position
+        anew = before - self.kv.position
+        self.recomputed_tokens += anew
+        self.note(f"block {miss.block} was lost ({miss}): computing {anew:,} tokens anew")

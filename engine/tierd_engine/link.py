@@ -34,6 +34,7 @@ class DaemonLink:
     def __init__(self, client: Client, handle: SessionHandle, rejoined: Callable[[], None]) -> None:
         self.rejoin_seconds = REJOIN_SECONDS
         self.waits: Callable[[float], None] = lambda seconds: None  # told when a wait begins
+        self.refused: Callable[[str], None] = lambda why: None  # told why nothing was taken back
         self.rejoins = 0
         self.pages_handed = 0
         self._client = client
@@ -94,4 +95,6 @@ class DaemonLink:
         self._client.reconnect(deadline_seconds=deadline_seconds)
         self.pages_handed += self._handle.hand_back()
         self.rejoins += 1
+        if self._handle.refusal:
+            self.refused(self._handle.refusal)
         self._rejoined()

@@ -322,6 +322,7 @@ def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
         kv.link.waits = lambda seconds: events.note(
             f"the daemon at {socket} is gone; waiting up to {seconds:.0f} s for the next one"
         )
+        kv.link.refused = lambda why: events.note(f"the next daemon took nothing back: {why}")
         try:
             events.working("compiling the kernels (kept for the next run)")
             others = kv.guard.codecs() if kv.guard else layer_codecs(job.namespace)
@@ -400,6 +401,7 @@ def _run_session(
     job: PreparedJob, model: Any, client: Client, kv: SessionKV, events: JobEvents
 ) -> JobReport:
     generator = Generator(model, kv)
+    generator.note = events.note
     before = kv.link.run(client.stats)
     ids = job.prompt_ids
     if job.spec.resume is not None:

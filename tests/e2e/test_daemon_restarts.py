@@ -28,6 +28,7 @@ CONTEXT = 12 * BLOCK_TOKENS + 5
 MAX_TOKENS = 512
 SEED = 1
 KILLS = 50  # a plan
+ROUNDS = 12  # of two jobs, the daemon killed once in each
 
 
 def test_a_restart_of_the_daemon_costs_no_recomputation(tmp_path: Path) -> None:
@@ -91,6 +92,33 @@ def test_kills_at_random_moments_change_no_token(tmp_path: Path, plan: PlanMode)
             killer.join(10.0)
     assert kills == KILLS
     assert recomputed == 0, f"seed {SEED}"
+
+
+@pytest.mark.parametrize("warm_blocks", [3, 6, 10])
+def test_two_jobs_that_share_a_small_warm_tier_lose_nothing_to_kills_in_prefill(
+    tmp_path: Path, warm_blocks: int
+) -> None:
+    """One job goes on for a while before the other one has found the next daemon."""
+    tiny, draw = model(MODEL), random.Random(SEED + warm_blocks)
+    wanted = list(expected(MODEL, CONTEXT))[:4]
+    with respawning(tiny, tmp_path, warm_blocks) as (daemon, socket):
+        eventually(lambda: connects(socket), START_SECONDS)
+        for _ in range(ROUNDS):
+            with engine(socket, PlanMode.NEAR) as first, engine(socket, PlanMode.NEAR) as second:
+                jobs = {first: 0, second: 0}  # tokens read so far
+                timer = threading.Timer(draw.uniform(0.0, 0.2), daemon.kill)
+                timer.start()
+                while left := [job for job, done in jobs.items() if done < CONTEXT]:
+                    job = draw.choice(left)
+                    end = jobs[job] + draw.randint(1, CONTEXT // 2)
+                    job.prefill(prompt(CONTEXT)[jobs[job] : end])
+                    jobs[job] = end
+                timer.join(10.0)
+                for job in jobs:
+                    job.steps(len(wanted))
+                    assert job.tokens == wanted, f"seed {SEED}"
+                    assert job.generator.recomputed_tokens == 0, f"seed {SEED}"
+                    job.kv.check_integrity()
 
 
 def test_a_suspended_session_goes_on_with_the_same_tokens_after_a_kill(tmp_path: Path) -> None:

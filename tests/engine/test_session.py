@@ -97,6 +97,8 @@ def test_a_full_warm_tier_is_a_typed_error_and_keeps_what_is_hot() -> None:
 @pytest.mark.parametrize("lost_layer", [0, 1])
 def test_a_lost_page_is_recomputed_and_the_text_is_the_same(lost_layer: int) -> None:
     rig = Rig()
+    notes: list[str] = []
+    rig.generator.note = notes.append
     expected = rig.expected()
     tokens = []
     logits = rig.generator.feed(rig.prompt)
@@ -110,6 +112,8 @@ def test_a_lost_page_is_recomputed_and_the_text_is_the_same(lost_layer: int) -> 
     assert tokens == expected
     assert rig.daemon.truncations == [(3, lost_layer)]
     assert rig.generator.losses == {3: 1}
+    (said,) = notes
+    assert said.startswith("block 3 was lost (") and "anew" in said and "\n" not in said
     rig.kv.check_integrity()
 
 

@@ -90,21 +90,42 @@ class SlabBacking(Protocol):
 
 
 class ByteBudget:
-    """Bytes that all pools of a tier may use together."""
+    """Bytes that all pools of a tier may use together.
+
+    `awaited_bytes` of them are for slabs of an earlier run that engines may yet bring.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
+        self.awaited_bytes = 0
 
     @property
     def remaining_bytes(self) -> int:
-        """Bytes that can still be taken."""
+        """Bytes that new slabs can still take."""
+        return max(0, self.unused_bytes - self.awaited_bytes)
+
+    @property
+    def unused_bytes(self) -> int:
+        """Bytes that slabs of an earlier run can still take."""
         return self.limit_bytes - self.used_bytes
 
+    def await_slabs(self) -> None:
+        """Keep all that is unused for slabs of an earlier run: how many there are is not known."""
+        self.awaited_bytes = self.unused_bytes
+
+    def arrived(self, size_bytes: int) -> None:
+        """A slab that was awaited is about to take its bytes."""
+        self.awaited_bytes = max(0, self.awaited_bytes - size_bytes)
+
+    def stop_awaiting(self) -> None:
+        """No slab of an earlier run will come any more. Idempotent."""
+        self.awaited_bytes = 0
+
     def take(self, size_bytes: int) -> None:
-        """Take bytes. The caller has looked at `remaining_bytes`."""
-        assert 0 <= size_bytes <= self.remaining_bytes, f"{size_bytes=} {self.remaining_bytes=}"
+        """Take bytes. The caller has looked at `remaining_bytes`, or at `unused_bytes`."""
+        assert 0 <= size_bytes <= self.unused_bytes, f"{size_bytes=} {self.unused_bytes=}"
         self.used_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
@@ -114,9 +135,10 @@ class ByteBudget:
         self.used_bytes -= size_bytes
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless 0 <= used <= peak <= limit."""
+        """Raise AssertionError unless 0 <= used <= peak <= limit, and awaited is within it."""
         used, peak, limit = self.used_bytes, self.peak_bytes, self.limit_bytes
         assert 0 <= used <= peak <= limit, f"{used=} {peak=} {limit=} bytes"
+        assert 0 <= self.awaited_bytes <= limit, f"{self.awaited_bytes=} {limit=}"
 
 
 class SlabNumbering(Protocol):
@@ -307,7 +329,7 @@ class SlabPool:
         `generation_floor` lies above every generation of a free slot. Raises
         TierFull if the budget does not hold the slab.
         """
-        if record.size_bytes > self._budget.remaining_bytes:
+        if record.size_bytes > self._budget.unused_bytes:
             raise TierFull(f"a slab of {record.size_bytes} bytes is beyond the budget")
         self._budget.take(record.size_bytes)
         slab = _Slab(
@@ -330,9 +352,10 @@ class SlabPool:
         `adopt` maps its memory. Raises TierFull if the budget does not hold it, and what
         `adopt` does; then nothing is taken in.
         """
-        if record.size_bytes > self._budget.remaining_bytes:
+        if record.size_bytes > self._budget.unused_bytes:
             raise TierFull(f"a slab of {record.size_bytes} bytes is beyond the budget")
         adopt()
+        self._budget.arrived(record.size_bytes)
         every = np.arange(record.slots, dtype=np.uint32)
         none = np.zeros(0, np.uint32)
         self.restore(record, none, none, every.tolist(), generation_floor)
@@ -348,6 +371,11 @@ class SlabPool:
         slab.generations[slot.slot] = slot.generation
         self._count(BAD, RESIDENT)
         return True
+
+    @property
+    def holds(self) -> bool:
+        """Whether slots are held for engines of an earlier run: those freed now are held too."""
+        return bool(self._held)
 
     def release_held(self) -> None:
         """Let the slots that nobody has claimed be used."""

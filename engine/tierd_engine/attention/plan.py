@@ -91,7 +91,7 @@ def require_published(table: PageTableView, below_hot: IntArray) -> None:
     layer = int(np.argmax(missing[:, column]))
     block = int(below_hot[column])
     raise PageMiss(
-        f"layer {layer} block {block} is in no tier; it will be recomputed",
+        f"layer {layer} block {block} is in no tier",
         layer=layer,
         block=block,
     )
