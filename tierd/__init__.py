@@ -4,6 +4,7 @@ This package holds the daemon, the client, the codecs and the command line.
 It never imports torch or cupy; the engine, `tierd_engine`, does.
 """
 
+from tierd.began import BEGAN_NS as BEGAN_NS  # first: before a source is read
 from tierd.types import CodecId, DType, Geometry, Namespace, PageKey, Place, Tier
 
 __version__ = "0.1.0"

@@ -95,6 +95,20 @@ def test_code_of_a_source_that_changed_since_is_not_kept(
     assert _files(folder) == []
 
 
+def test_what_was_written_before_python_began_in_a_process_is_what_it_read(tmp_path: Path) -> None:
+    """A script that gets the sources and then becomes Python is older than they are."""
+    source, said = tmp_path / "kernel.py", "read_sources((Path(sys.argv[1]),)).is_as_loaded"
+    code = (
+        f"import sys; from pathlib import Path; from tierd.codec.compiling import *; print({said})"
+    )
+    script = 'sleep 0.1; echo "X = 1" > "$1"; sleep 0.1; exec "$2" -c "$3" "$1"'
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", str(source), sys.executable, code],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout == "True\n"
+
+
 def test_a_digest_is_of_each_sources_name_and_content(tmp_path: Path) -> None:
     digests = set()
     for name, content in (("a.py", "x"), ("b.py", "x"), ("a.py", "y"), ("a.py", "xb.py 1\nx")):

@@ -19,7 +19,7 @@ def test_int8_meets_its_fidelity_bar_and_beats_the_q8_0_layout_on_real_text() ->
     plan = FidelityPlan(("int8", "q8_0"), contexts=(1024,), texts=("prose",), tokens=96)
     said: list[str] = []
     done: list[FidelityPlan] = []
-    rows = bench_fidelity(plan, said.append, lambda part, _: done.append(part))
+    rows = bench_fidelity(plan, said.append, lambda part, _: done.append(part)).rows
     assert len(said) == 5 and done == [plan]
     ours = [row for row in judged(rows) if row.layout == "int8"]
     assert [row.protocol for row in ours] == ["tiers", "prefix"]

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,8 @@ from numba import njit
 from numba.core.imputils import lower_constant
 from numba.core.registry import cpu_target
 from numba.extending import NativeValue, models, register_model, typeof_impl, unbox
+
+from tierd.began import BEGAN_NS
 
 _logger = logging.getLogger(__name__)
 
@@ -95,17 +96,6 @@ class Sources:
     is_as_loaded: bool
 
 
-def _process_start_ns() -> int:
-    """Return when this process started, or a little before, in ns since 1970."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    # Field 22, counted from 1; what follows the name begins with field 3. In whole ticks.
-    start_ns = (int(fields[22 - 3]) - 1) * 10**9 // os.sysconf("SC_CLK_TCK")
-    return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + start_ns
-
-
-_STARTED_NS = _process_start_ns()
-
-
 @functools.cache
 def read_sources(paths: tuple[Path, ...]) -> Sources:
     """Return the digest of files, which are those that were imported if none is newer than that."""
@@ -116,7 +106,7 @@ def read_sources(paths: tuple[Path, ...]) -> Sources:
             content = file.read()
             newest_ns = max(newest_ns, os.fstat(file.fileno()).st_ctime_ns)
         hasher.update(f"{path.name} {len(content)}\n".encode() + content)
-    return Sources(hasher.hexdigest(), newest_ns < _STARTED_NS)
+    return Sources(hasher.hexdigest(), newest_ns < BEGAN_NS)
 
 
 def compile_cached(

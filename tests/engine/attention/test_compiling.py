@@ -8,7 +8,8 @@ from pathlib import Path
 from tierd_engine.attention import compiling
 
 ROOT = Path(__file__).parents[3]
-WITHOUT_CONSTANTS = {"tierd/errors.py"}  # classes only: nothing of it is compiled into a kernel
+# Nothing of these is compiled into a kernel.
+WITHOUT_CONSTANTS = {"tierd/errors.py", "tierd/began.py"}
 
 
 def _imported(path: Path) -> set[str]:
