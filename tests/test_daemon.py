@@ -64,12 +64,18 @@ def daemon(tmp_path: Path) -> Iterator[EmbeddedDaemon]:
 def test_embedded_daemons_leave_nothing_behind(tmp_path: Path) -> None:
     run_once(tmp_path)  # gRPC makes a few threads and fds of its own, once
     threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    mapped = ours_mapped()  # other tests of this process may hold some
     for _ in range(3):
         run_once(tmp_path)
     eventually(lambda: threading.active_count() <= threads)
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= fds)
-    assert "memfd:tierd" not in Path("/proc/self/maps").read_text()
+    assert ours_mapped() <= mapped
     assert os.listdir(tmp_path / "cold") in ([], ["LOCK"])
+
+
+def ours_mapped() -> int:
+    """Return how much of tierd's memory this process maps."""
+    return Path("/proc/self/maps").read_text().count("memfd:tierd")
 
 
 def run_once(folder: Path) -> None:
