@@ -19,6 +19,7 @@ import torch
 
 from tierd.codec.layout import PageLayout, page_layout
 from tierd.errors import BudgetTooSmall, HotBudgetExceeded
+from tierd.memory.regions import anonymous
 from tierd.types import CodecId, DType, Geometry
 from tierd.units import format_size
 from tierd_engine.attention.writing import write_rows
@@ -59,7 +60,7 @@ class HotArena:
                 f"the smallest that does is {self.slot_bytes} bytes",
                 smallest_bytes=self.slot_bytes,
             )
-        # torch's CPU and CUDA allocators align to at least 64 bytes, as the layout asks.
+        # Pages of the system, and torch's CUDA allocator, align to at least 64 bytes.
         self._storage = self._allocate(self.slot_count * self.slot_bytes)
         self.base_address = self._storage.data_ptr()
         assert self.base_address % 64 == 0, self.base_address
@@ -70,7 +71,7 @@ class HotArena:
         self.peak_bytes = 0
 
     def _allocate(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        return torch.frombuffer(anonymous(size_bytes)[1], dtype=torch.uint8)
 
     def _view(self, offset_bytes: int) -> torch.Tensor:
         geometry, layout = self.geometry, self.layout

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +34,7 @@ from tierd.codec.layout import HEADER_BYTES, PageLayout, page_layout
 from tierd.disk.header import SlotHeader
 from tierd.disk.slotlocks import lock_range, unlock_range
 from tierd.errors import DaemonUnavailable, StorageError, StorageFull
+from tierd.memory.regions import anonymous
 from tierd.types import CodecId
 from tierd.units import MIB, SECTOR_BYTES, round_up
 from tierd_engine.workthreads import WorkThreads
@@ -75,8 +75,7 @@ class HostStaging:
     """Staging in this process's own memory."""
 
     def __init__(self, size_bytes: int) -> None:
-        self.view = memoryview(mmap.mmap(-1, size_bytes))
-        self.address = np.frombuffer(self.view, np.uint8).ctypes.data
+        self.address, self.view = anonymous(size_bytes)
 
     def close(self) -> None:
         """See Staging: the last reference to it frees it."""

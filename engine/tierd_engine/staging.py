@@ -6,12 +6,11 @@ they are counted apart from the hot budget and shown as `hot.staging_bytes`.
 
 from __future__ import annotations
 
-import mmap
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tierd.memory.regions import anonymous
 from tierd.types import Geometry
 from tierd.units import MIB, SECTOR_BYTES, round_up
 
@@ -29,9 +28,7 @@ class StagingRing:
     def __init__(self, slot_bytes_max: int, chunk_bytes: int = RING_CHUNK_BYTES) -> None:
         self.chunk_bytes = round_up(max(chunk_bytes, slot_bytes_max), SECTOR_BYTES)
         self.chunks = RING_CHUNKS
-        self._map = mmap.mmap(-1, self.chunk_bytes * self.chunks)
-        self._array = np.frombuffer(self._map, dtype=np.uint8)
-        self.base_address = self._array.ctypes.data
+        self.base_address, self._view = anonymous(self.chunk_bytes * self.chunks)
         assert self.base_address % SECTOR_BYTES == 0, self.base_address
 
     @property
@@ -46,7 +43,7 @@ class StagingRing:
     def view(self, chunk: int, start: int, size_bytes: int) -> memoryview:
         """Return a writable view of part of a chunk."""
         begin = chunk * self.chunk_bytes + start
-        return memoryview(self._map)[begin : begin + size_bytes]
+        return self._view[begin : begin + size_bytes]
 
 
 class DecodeStaging:

@@ -9,13 +9,12 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
-import mmap
 import os
 
 from tierd.errors import StorageError, TierFull
+from tierd.memory import regions
 from tierd.units import format_size
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -24,6 +23,7 @@ _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 def create_memfd(name: str, size_bytes: int, *, others_read_only: bool = False) -> int:
     """Return the fd of a zeroed memfd of `size_bytes`, really allocated, its size sealed.
 
+    Where the kernel has huge pages for it, it has them.
     With `others_read_only` the caller must map it writable first, then call
     `seal_future_write`. Raises TierFull when the host has no memory for it.
     """
@@ -31,6 +31,7 @@ def create_memfd(name: str, size_bytes: int, *, others_read_only: bool = False) 
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size_bytes)
+        regions.make_huge(fd, size_bytes)
         os.posix_fallocate(fd, 0, size_bytes)
         seals = _SIZE_SEALS if others_read_only else _SIZE_SEALS | fcntl.F_SEAL_SEAL
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
@@ -60,25 +61,26 @@ def is_sealed_memfd(fd: int, size_bytes: int) -> bool:
 
 
 class Mapping:
-    """Owner of one mmap of an fd. `address` and `buffer` are valid until `close`.
+    """Owner of one shared mapping of an fd. `address` and `buffer` are valid until `close`.
 
+    One of HUGE_PAGE_BYTES or more lies so that a memfd's huge pages are huge in it too.
     The fd is not owned: close it whenever you like.
     """
 
     def __init__(self, fd: int, size_bytes: int, *, writable: bool) -> None:
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
-            self._map: mmap.mmap | None = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, access)
-        except (OSError, ValueError) as error:
-            raise StorageError(f"cannot map {format_size(size_bytes)}: {error}") from error
+            if os.fstat(fd).st_size < size_bytes:  # reading past a file's end is a SIGBUS
+                raise OSError(errno.EINVAL, "that is more than there is")
+            self._address, buffer = regions.map_shared(fd, size_bytes, writable=writable)
+        except OSError as error:
+            raise StorageError(f"cannot map {format_size(size_bytes)}: {error.strerror}") from error
+        self._buffer: memoryview | None = buffer
         self.size_bytes = size_bytes
         self.writable = writable
-        self._buffer: memoryview | None = memoryview(self._map)
-        self._address = _address_of(self._buffer)
 
     @property
     def buffer(self) -> memoryview:
-        """The mapped bytes. Slices of it must be released before `close`."""
+        """The mapped bytes. Who still holds a slice after `close` unmaps."""
         assert self._buffer is not None, "mapping is closed"
         return self._buffer
 
@@ -90,30 +92,19 @@ class Mapping:
 
     def discard(self) -> None:
         """Give the memory back to the host now, whoever else maps it; they then read zeros."""
-        assert self._map is not None, "mapping is closed"
-        with contextlib.suppress(OSError):  # locked memory goes with its last mapping instead
-            self._map.madvise(mmap.MADV_REMOVE)
+        assert self._buffer is not None, "mapping is closed"
+        # Locked memory stays, and goes with its last mapping instead.
+        regions.discard(self._address, self.size_bytes)
 
     def close(self) -> None:
         """Unmap. Idempotent. Where a slice is still held, the last holder unmaps."""
-        if self._map is None or self._buffer is None:
-            return
-        # Where somebody still holds a slice, unmapping under it would crash the process.
-        with contextlib.suppress(BufferError):
-            self._buffer.release()
-            self._map.close()
-        self._map = self._buffer = None
+        if self._buffer is not None:
+            with contextlib.suppress(BufferError):  # somebody's array lies on the whole of it
+                self._buffer.release()
+        self._buffer = None
 
     def __enter__(self) -> Mapping:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _address_of(buffer: memoryview) -> int:
-    if not buffer.readonly:
-        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    import numpy as np
-
-    return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
