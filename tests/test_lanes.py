@@ -11,7 +11,7 @@ from tierd.lanes import ThreadLanes
 
 @in_loop
 async def test_work_runs_elsewhere_and_is_reported_on_the_loops_thread():
-    lanes = ThreadLanes(2)
+    lanes = ThreadLanes(2, ahead=0)
     seen, done = [], asyncio.Event()
 
     def report() -> None:
@@ -29,7 +29,7 @@ async def test_work_runs_elsewhere_and_is_reported_on_the_loops_thread():
 @in_loop
 async def test_work_that_raises_is_reported_too(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    lanes = ThreadLanes(1)
+    lanes = ThreadLanes(1, ahead=0)
     done = asyncio.Event()
     lanes.begin(lambda: 1 / 0, done.set)
     await done.wait()
@@ -39,7 +39,7 @@ async def test_work_that_raises_is_reported_too(monkeypatch):
 
 @in_loop
 async def test_no_more_is_begun_than_there_are_lanes():
-    lanes = ThreadLanes(1)
+    lanes = ThreadLanes(1, ahead=0)
     release = threading.Event()
     lanes.begin(lambda: release.wait(10.0), lambda: None)
     assert lanes.free() == 0
@@ -51,10 +51,23 @@ async def test_no_more_is_begun_than_there_are_lanes():
 
 @in_loop
 async def test_stop_does_not_wait_for_hung_work_and_its_threads_keep_no_process_alive():
-    lanes = ThreadLanes(1)
+    lanes = ThreadLanes(1, ahead=0)
     release = threading.Event()
     lanes.begin(lambda: release.wait(10.0), lambda: None)
     lanes.stop()
     assert lanes.free() == 0
     assert all(thread.daemon for thread in threading.enumerate() if "tierd-lane" in thread.name)
     release.set()
+
+
+@in_loop
+async def test_a_piece_that_waits_for_a_lane_runs_though_the_loop_is_busy():
+    lanes = ThreadLanes(1, ahead=1)
+    first_may_end, second_ran = threading.Event(), threading.Event()
+    lanes.begin(lambda: first_may_end.wait(10.0), lambda: None)
+    lanes.begin(second_ran.set, lambda: None)
+    assert lanes.free() == 0
+    assert not second_ran.is_set()
+    first_may_end.set()
+    assert second_ran.wait(10.0)  # the loop, which is here, has taken in no report yet
+    lanes.stop()

@@ -53,7 +53,7 @@ Troubles = Mapping[str, str]  # what fails just now, and why
 
 TICK_SECONDS = 0.05
 # 64 MiB/s is the slowest disk we promise for: a batch takes 1/16 s there, so that a
-# demand behind a batch of prefetch in each of eight lanes waits half a second at most.
+# demand behind the ten batches of prefetch that the lanes take waits 5/8 s at most.
 BATCH_BYTES = 4 << 20
 SLOWEST_BYTES_PER_SECOND = 64 << 20
 IO_DEADLINE_SECONDS = 10.0  # 160 times a batch's time on the slowest disk
