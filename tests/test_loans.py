@@ -70,6 +70,17 @@ def test_a_plan_is_of_one_tier_and_what_does_not_fit_waits_for_the_next() -> Non
     assert (sorted(rest.blocks), rest.tier) == ([3, 4], Tier.COLD)
 
 
+def test_the_pages_of_a_layer_lie_side_by_side_in_cold() -> None:
+    rig, session = full()
+    planned = plan(rig, session, [3, 4, 5], writes_cold=True)
+    slots = [[place.slot for place in places] for places in planned.places]
+    by_layer = list(zip(*slots, strict=True))
+    assert [list(np.diff(layer)) for layer in by_layer] == [[1, 1]] * LAYERS
+    assert sorted(slot for row in slots for slot in row) == list(range(3 * LAYERS))
+    rig.store.commit(1, planned.reservation, rig.write(session, planned, 0))
+    intact(rig, session)
+
+
 def test_committed_pages_are_cold_with_their_bytes() -> None:
     rig, session = full()
     planned = plan(rig, session, [3, 4], writes_cold=True)

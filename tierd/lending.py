@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 
 from tierd.demotions import RoomNeeded
 from tierd.errors import BudgetTooSmall, InvalidArgument, TierdError, TierFull
@@ -65,6 +66,7 @@ def lend_blocks(
 ) -> dict[int, list[Place]]:  # fmt: skip
     """Reserve places for the first of `blocks` that there is room for; none is a result.
 
+    In cold, a layer's pages of these blocks lie side by side, for they are read together.
     Raises TierFull or StorageError when a slab within the budget cannot be made for the first.
     """
     lent: dict[int, list[Place]] = {}
@@ -82,7 +84,23 @@ def lend_blocks(
         left_bytes -= sum(placement.slot_bytes(session, place.codec) for place in places)
         if tier is Tier.COLD and left_bytes <= 0:
             break
-    return lent
+    return _side_by_side(placement, session, lent, tier) if tier is Tier.COLD else lent
+
+
+def _side_by_side(
+    placement: Placement, session: Session, lent: dict[int, list[Place]], tier: Tier
+) -> dict[int, list[Place]]:
+    """Return the same places, handed out layer by layer instead of block by block."""
+    places = sorted(chain(*lent.values()), key=lambda place: (place.slab, place.slot))
+    by_pool: dict[SlabPool, list[Place]] = {}
+    for place in reversed(places):
+        by_pool.setdefault(placement.pool(tier, session, place.codec), []).append(place)
+    dealt: dict[int, list[Place]] = {block: [] for block in lent}
+    for pages in zip(*lent.values(), strict=True):
+        for block, page in zip(lent, pages, strict=True):
+            place = by_pool[placement.pool(tier, session, page.codec)].pop()
+            dealt[block].append(place._replace(codec=page.codec))
+    return dealt
 
 
 def lend_block(

@@ -55,6 +55,7 @@ TICK_SECONDS = 0.05
 # 64 MiB/s is the slowest disk we promise for: a batch takes 1/16 s there, so that a
 # demand behind the ten batches of prefetch that the lanes take waits 5/8 s at most.
 BATCH_BYTES = 4 << 20
+LOOK_BYTES = 8 * BATCH_BYTES  # what the next batches may carry, so that a layer's pages meet
 SLOWEST_BYTES_PER_SECOND = 64 << 20
 IO_DEADLINE_SECONDS = 10.0  # 160 times a batch's time on the slowest disk
 RECORD_SECONDS = 1.0  # a write to the page cache takes well under a millisecond
@@ -358,8 +359,8 @@ class Mover:
         need_bytes -= self._coming_bytes()
         if need_bytes <= 0:
             return False
+        keys = self._traffic.choose_spills(min(need_bytes, LOOK_BYTES), below)
         need_bytes = min(need_bytes, BATCH_BYTES)
-        keys = self._traffic.choose_spills(need_bytes, below)
         copied = [key for key in keys if not self._traffic.fall_back(key)]
         if len(copied) < len(keys):
             self.wake()  # the slots are free when the epoch has passed
@@ -374,9 +375,9 @@ class Mover:
     ) -> list[Move]:
         if self._store.ledger.failed:
             return []
-        return self._begin_moves(
-            self._traffic.worth(keys, need_bytes), Tier.COLD, keeps_source=keeps_source
-        )
+        ordered = self._traffic.in_runs(self._traffic.worth(keys, LOOK_BYTES))
+        keys = self._traffic.worth(ordered, need_bytes)
+        return self._begin_moves(keys, Tier.COLD, keeps_source=keeps_source)
 
     def _promote(self, session: Session, keys: Collection[PageKey], below: Rank) -> bool:
         """Begin to promote some of `keys`, or to make room for them from ranks under `below`."""
@@ -452,7 +453,6 @@ class Mover:
                 self._measure(batch)
             if len(carried) == len(batch.moves):
                 self._waiters.trouble = ""
-
         for group in self._flusher.take_landed():
             self._settle(group)
         found = {

@@ -3,10 +3,10 @@
 KV is synthetic (random), the weights are SmolLM2's: right for throughput, no
 claim about quality. Each tiered row runs against transformers' own bf16 cache
 in alternating rounds of its own; the ratio is of their medians. The limit of
-a row is the longer of two: its cold bytes ÷ the disk's O_DIRECT bandwidth, and
-its bytes in RAM ÷ the memory's read bandwidth plus a step with almost no
-context (of the same weights and threads). llama.cpp alternates with it too, if
-asked for (peers.py).
+a row is the longer of two: its cold bytes ÷ the disk's O_DIRECT bandwidth, which
+is measured in its rounds too, and its bytes in RAM ÷ the memory's read bandwidth
+plus a step with almost no context (of the same weights and threads). llama.cpp
+alternates with it too, if asked for (peers.py).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBench:
-    """What rows are measured with. `disk_bytes_per_second`: of the folder of the cold tier.
+    """What rows are measured with. `disk`: of the folder of the cold tier, its file written.
 
     `with_quantised`: transformers' quantised cache too, which takes seconds a step.
     """
@@ -97,7 +97,7 @@ class DecodeBench:
     model: BenchModel
     weights: Weights
     memory: MemoryBandwidth
-    disk_bytes_per_second: float
+    disk: Limit
     own_empty_seconds: float
     empty_seconds: float
     steps: int
@@ -123,25 +123,33 @@ def bench_decode(
     figures stand beside ours.
     """
     use_all_cores()
-    bench = replace(_prepare(weights, steps, cold_folder), with_quantised=not brief)
     done = []
-    for context in contexts:
-        if peers_python is None:
-            done += _at_context(bench, context, rows, [], kept)
-            continue
-        room = max(1, len(rows)) * (_ROUNDS + 1) * steps
-        with open_peers(peers_python, context, room) as peers:
-            found = _at_context(bench, context, rows, peers, [])
-        rates = {row.name: row.tokens_per_second for row in found}
-        if keep:
-            keep_figures([(peer, rates[_peer_name(peer.kv)]) for peer in peers])
-        done += found
+    with _prepared(weights, steps, cold_folder) as prepared:
+        bench = replace(prepared, with_quantised=not brief)
+        for context in contexts:
+            if peers_python is None:
+                done += _at_context(bench, context, rows, [], kept)
+                continue
+            room = max(1, len(rows)) * (_ROUNDS + 1) * steps
+            with open_peers(peers_python, context, room) as peers:
+                found = _at_context(bench, context, rows, peers, [])
+            rates = {row.name: row.tokens_per_second for row in found}
+            if keep:
+                keep_figures([(peer, rates[_peer_name(peer.kv)]) for peer in peers])
+            done += found
     return done
 
 
-def _prepare(weights: Weights, steps: int, cold_folder: str) -> DecodeBench:
+@contextlib.contextmanager
+def _prepared(weights: Weights, steps: int, cold_folder: str) -> Iterator[DecodeBench]:
+    with tempfile.TemporaryDirectory(prefix="tierd-bench-", dir=cold_folder) as made:
+        disk = Limit(Path(made), _DISK_IO_BYTES, _DISK_DEPTH, _DISK_BYTES)
+        disk.write()
+        yield _prepare(weights, steps, cold_folder, disk)
+
+
+def _prepare(weights: Weights, steps: int, cold_folder: str, disk: Limit) -> DecodeBench:
     model = BenchModel.load()
-    disk = _disk_bandwidth(cold_folder)
     own_empty = _fastest(own_runner(model, 1))
     empty = DecodeBench(model, weights, measure_memory(), disk, own_empty, 0, steps, cold_folder)
     with _chosen(empty) as chosen, tier_runner(chosen, MAIN, 1, 64, cold_folder) as runner:
@@ -157,13 +165,6 @@ def _chosen(bench: DecodeBench) -> Iterator[BenchModel]:
     model = BenchModel.load()
     apply_weights(model.model, bench.weights)
     yield model
-
-
-def _disk_bandwidth(folder: str) -> float:
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        limit = Limit(Path(name), _DISK_IO_BYTES, _DISK_DEPTH, _DISK_BYTES)
-        limit.write()
-        return statistics.median(limit.read() for _ in range(3))
 
 
 def _at_context(
@@ -182,9 +183,11 @@ def _at_context(
     with _chosen(bench) as model:
         for shares in rows:
             with tier_runner(model, shares, context, total, bench.cold_folder) as runner:
-                seconds, *others = _alternate(runner, beside, bench.steps)
+                disk = [lambda: [1 / bench.disk.read()]] if runner.cold_bytes else []
+                seconds, *others = _alternate(runner, [*beside, *disk], bench.steps)
+                disk_seconds = others.pop() if disk else 0.0
                 taken.append(others)
-                row = _row(bench, runner, context, seconds, bench.empty_seconds)
+                row = _row(bench, runner, context, seconds, bench.empty_seconds, disk_seconds)
                 done.append(_with_ratios(row, others, peers))
             _progress(done[-1])
     if not taken:
@@ -282,10 +285,15 @@ def _alternate(
 
 
 def _row(
-    bench: DecodeBench, runner: Runner, context: int, seconds: float, empty_seconds: float
+    bench: DecodeBench,
+    runner: Runner,
+    context: int,
+    seconds: float,
+    empty_seconds: float,
+    disk_seconds_per_byte: float = 0.0,
 ) -> DecodeRow:
     in_memory = runner.memory_bytes / bench.memory.read_bytes_per_second + empty_seconds
-    on_disk = runner.cold_bytes / bench.disk_bytes_per_second
+    on_disk = runner.cold_bytes * disk_seconds_per_byte
     limit = max(in_memory, on_disk)
     kv = runner.kv
     row = DecodeRow(
