@@ -16,7 +16,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,8 +31,9 @@ from tierd.client import Client, Demotion, MappedSlab, SessionHandle
 from tierd.codec import digest_pages
 from tierd.codec.layout import HEADER_BYTES, PageLayout, page_layout
 from tierd.disk.header import SlotHeader
+from tierd.disk.ports import storage_errors
 from tierd.disk.slotlocks import lock_range, unlock_range
-from tierd.errors import DaemonUnavailable, StorageError, StorageFull
+from tierd.errors import DaemonUnavailable, StorageError
 from tierd.memory.regions import anonymous
 from tierd.types import CodecId
 from tierd.units import MIB, SECTOR_BYTES, round_up
@@ -45,7 +45,6 @@ CHUNKS = 2
 # 20 is left to the daemon, which waits more patiently.
 PLAN_SECONDS = 20.0
 AGAIN_SECONDS = 5.0  # after an error: blocks wait for warm room meanwhile, as without a writer
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 IntArray = npt.NDArray[np.int64]
 # xxh3-128 uint8 [pages, 16] and device digests uint64 [pages], or None
@@ -181,7 +180,7 @@ class ColdWriter:
 
     def _lock(self, loan: _Loan, demotion: Demotion) -> None:
         slab, slot = demotion.slab.ravel(), demotion.slot.ravel()
-        with _storage_errors("cold slots cannot be locked"):
+        with storage_errors("cold slots cannot be locked"):
             for slab_id in np.unique(slab).tolist():
                 mapped = self._client.slab(slab_id)
                 loan.fds[slab_id] = _open_again(mapped)
@@ -300,7 +299,7 @@ class ColdWriter:
         self.counts.bytes += len(slots) * layout.slot_bytes
 
     def _write_runs(self, loan: _Loan, runs: Sequence[_Run]) -> None:
-        with _storage_errors("cold slots cannot be written"):
+        with storage_errors("cold slots cannot be written"):
             for run in runs:
                 done = 0
                 while done < len(run.view):  # short writes are normal
@@ -379,12 +378,3 @@ def _runs_of(numbers: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:
     for part in np.split(numbers, cuts):
         if len(part):
             yield int(part[0]), len(part)
-
-
-@contextlib.contextmanager
-def _storage_errors(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        kind = StorageFull if error.errno in _FULL else StorageError
-        raise kind(f"{what}: {error.strerror or error}") from error

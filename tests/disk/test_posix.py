@@ -288,6 +288,13 @@ def test_a_closed_disk_leaves_no_fd_and_the_files_that_have_a_name(tmp_path) -> 
     assert len(os.listdir(tmp_path / "slab")) == 5
 
 
+def test_a_closed_disk_says_so_to_who_looks_at_its_space(named) -> None:
+    named.close()
+    for look in (named.free_bytes, named.used_bytes):
+        with pytest.raises(StorageError, match="it is closed"):
+            look()
+
+
 # -- names --------------------------------------------------------------------------
 
 

@@ -15,13 +15,17 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Protocol
 
+from tierd.errors import StorageError, StorageFull
 from tierd.units import SECTOR_BYTES
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
 FOLDERS = ("journal", "kept", "slab", "snap")
 # A name may end in .tmp while its file is not whole yet: rename makes it count.
 _NAME = re.compile(
@@ -129,3 +133,13 @@ def assert_whole_sectors(file_bytes: int, offset: int, buffers: Sequence[memoryv
     aligned = all(length % SECTOR_BYTES == 0 for length in (offset, *lengths))
     assert aligned and offset >= 0, f"{offset=} {lengths=}"
     assert offset + sum(lengths) <= file_bytes, f"{offset=} {lengths=} {file_bytes=}"
+
+
+@contextlib.contextmanager
+def storage_errors(what: str) -> Iterator[None]:
+    """Turn an OSError inside into StorageFull or StorageError, `what` before its text."""
+    try:
+        yield
+    except OSError as error:
+        kind = StorageFull if error.errno in FULL else StorageError
+        raise kind(f"{what}: {error.strerror or error}") from error

@@ -21,12 +21,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from tierd.disk.ports import FOLDERS, assert_whole_sectors, folder_of, is_name
+from tierd.disk.ports import (
+    FOLDERS,
+    FULL,
+    assert_whole_sectors,
+    folder_of,
+    is_name,
+    storage_errors,
+)
 from tierd.disk.slotlocks import locked_ranges
-from tierd.errors import NotFound, StorageError, StorageFull
+from tierd.errors import NotFound, StorageError
 from tierd.units import SECTOR_BYTES, format_size
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -77,7 +83,13 @@ class PosixDisk:
             raise
 
     def _errors(self, doing: str = "") -> AbstractContextManager[None]:
-        return _storage_errors(f"cold folder {self.folder}{doing}")
+        return storage_errors(f"cold folder {self.folder}{doing}")
+
+    def _folder_fd(self, folder: str) -> int:
+        """Return the fd of one of our folders. Raises OSError once the disk is closed."""
+        if folder not in self._folder_fds:  # a lane may look while the daemon ends
+            raise OSError(errno.EBADF, "it is closed")
+        return self._folder_fds[folder]
 
     def _refuse_foreign(self) -> None:
         """Raise StorageError for a folder that holds others' files and nothing of a store."""
@@ -140,9 +152,9 @@ class PosixDisk:
                 os.close(direct)
         except OSError as error:
             # On a full disk the open alone has to tell: what is there can still be read.
-            if error.errno not in (*_NO_DIRECT, *_FULL):
+            if error.errno not in (*_NO_DIRECT, *FULL):
                 raise
-            return error.errno in _FULL
+            return error.errno in FULL
         finally:
             os.close(probe)
         return True
@@ -231,7 +243,7 @@ class PosixDisk:
         if self.ephemeral:
             return []
         found = []
-        with self._errors(f", {folder}"), os.scandir(self._folder_fds[folder]) as entries:
+        with self._errors(f", {folder}"), os.scandir(self._folder_fd(folder)) as entries:
             for entry in entries:
                 name = f"{folder}/{entry.name}" if folder else entry.name
                 if is_name(name) and entry.is_file(follow_symlinks=False):
@@ -368,7 +380,7 @@ class PosixDisk:
     def free_bytes(self) -> int:
         """Return the bytes that this user may still allocate. Raises StorageError."""
         with self._errors():
-            status = os.fstatvfs(self._folder_fds[""])
+            status = os.fstatvfs(self._folder_fd(""))
         return status.f_bavail * status.f_frsize
 
     def used_bytes(self) -> int:
@@ -450,12 +462,3 @@ def _advance(left: list[memoryview], done: int) -> None:
         done -= len(left.pop(0))
     if done:
         left[0] = left[0][done:]
-
-
-@contextlib.contextmanager
-def _storage_errors(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        kind = StorageFull if error.errno in _FULL else StorageError
-        raise kind(f"{what}: {error.strerror}") from error
