@@ -9,6 +9,9 @@ Exact decode reads the same cold pages, in the same order, at every step: the
 schedule is known, and cyclic. So reading ahead is no guess, and the first
 units of a step are read under the end of the step before. Pages of a unit that
 are neighbours on disk are read in one I/O.
+
+Where it can be, compiled threads read and check (coldpool.py). A unit that is
+not right then, and all others, are read by threads of Python, which say why.
 """
 
 from __future__ import annotations
@@ -21,14 +24,19 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from tierd.codec.layout import HEADER_BYTES, PageLayout
+from tierd.disk.header import SlotCheck
 from tierd.errors import DeadlineExceeded, PageDamaged, PageMiss
 from tierd_engine.staging import StagingRing
 from tierd_engine.workthreads import WorkThreads
+
+if TYPE_CHECKING:  # it imports Numba, which is of use only where pages are cold
+    from tierd_engine.coldpool import ColdPool, Run
 
 # A layer's pages lie apart on disk: 16 reads of 108 KiB at a time are as fast as 4 of 1 MiB,
 # 4 of them 0.8 of it.
@@ -90,6 +98,23 @@ class ColdUnit:
             size_bytes += len(run) * self.layout.slot_bytes
         return shares
 
+    def pool_shares(self, shares: Sequence[Sequence[Sequence[int]]]) -> list[list[Run]]:
+        """Return such shares as the pool takes them: runs that are neighbours in the chunk too."""
+        from tierd_engine.coldpool import Run
+
+        size_bytes = self.layout.slot_bytes
+        made: list[list[Run]] = []
+        for share in shares:
+            made.append([])
+            for run in share:
+                for at, number in enumerate(run):
+                    page, offset = self.pages[number], number * size_bytes
+                    if not at or run[at - 1] + 1 != number:
+                        made[-1].append(Run(page.fd, page.offset, offset))
+                    assert isinstance(page.verify, SlotCheck)
+                    made[-1][-1].add(offset, size_bytes, page.verify)
+        return made
+
     def _place(self, number: int) -> tuple[int, int]:
         return self.pages[number].fd, self.pages[number].offset
 
@@ -111,7 +136,9 @@ class ColdReader:
     def __init__(self, ring: StagingRing, clock: Callable[[], float] = time.monotonic) -> None:
         self.ring = ring
         self._clock = clock
-        self._threads = WorkThreads(READ_THREADS, "tierd-cold", PageMiss)
+        self._threads: WorkThreads | None = None  # both are made when they are first needed
+        self._pool: ColdPool | None = None
+        self._is_pooled = False  # the schedule is the pool's
         self.on_verified: Callable[[ColdPage, memoryview], None] | None = None
         self._units: Sequence[ColdUnit] = ()
         self._shares: list[list[list[list[int]]]] = []  # of each unit
@@ -128,7 +155,25 @@ class ColdReader:
         self._drain()
         self._units, self._shares = units, [unit.shares() for unit in units]
         self._issued_count = self._taken_count = self._released_count = 0
+        self._is_pooled = bool(units) and self._set_pool()
         self._fill()
+
+    def _set_pool(self) -> bool:
+        """Give the schedule to the pool, if it can check these pages; say whether it can."""
+        checks = (page.verify for unit in self._units for page in unit.pages)
+        if self.on_verified is not None or not all(isinstance(c, SlotCheck) for c in checks):
+            return False
+        if self._pool is None:
+            from tierd_engine.attention import xxh3
+            from tierd_engine.coldpool import ColdPool
+
+            if not xxh3.is_there():
+                return False
+            chunks = [self.ring.address(chunk) for chunk in range(self.ring.chunks)]
+            self._pool = ColdPool(READ_THREADS, chunks, self.ring)
+        table = zip(self._units, self._shares, strict=True)
+        self._pool.set_table([unit.pool_shares(shares) for unit, shares in table])
+        return True
 
     def take(self) -> npt.NDArray[np.int64]:
         """Return the payload addresses of the next unit's pages, verified.
@@ -139,7 +184,14 @@ class ColdReader:
         futures = self._issued.popleft()
         unit = self._units[self._taken_count % len(self._units)]
         chunk = self._taken_count % self.ring.chunks
-        self._await(unit, futures)
+        start = self._clock()
+        try:
+            if self._is_pooled and not self._pool_has_read(chunk):
+                futures = self._submit(unit, unit.shares(), self._views(unit, chunk))
+            self._await(futures, start)
+        finally:
+            self.wait_seconds += self._clock() - start
+        self._count(unit)
         self._taken_count += 1
         first = self.ring.address(chunk) + HEADER_BYTES
         return first + np.arange(len(unit.pages), dtype=np.int64) * unit.layout.slot_bytes
@@ -151,19 +203,30 @@ class ColdReader:
         """
         size = unit.layout.slot_bytes
         views = [into[i * size : (i + 1) * size] for i in range(len(unit.pages))]
-        self._await(unit, self._submit(unit, unit.shares(), views))
-
-    def _await(self, unit: ColdUnit, futures: Sequence[Future[None]]) -> None:
         start = self._clock()
-        for future in futures:
-            remaining = start + READ_DEADLINE_SECONDS - self._clock()
-            try:
-                future.result(timeout=max(remaining, 0.0))
-            except FutureTimeout:
-                raise DeadlineExceeded(
-                    f"cold tier: the disk did not answer within {READ_DEADLINE_SECONDS:.0f} s"
-                ) from None
+        self._await(self._submit(unit, unit.shares(), views), start)
         self.wait_seconds += self._clock() - start
+        self._count(unit)
+
+    def _await(self, futures: Sequence[Future[None]], start: float) -> None:
+        for future in futures:
+            try:
+                future.result(timeout=max(self._seconds_left(start), 0.0))
+            except FutureTimeout:
+                raise _no_answer() from None
+
+    def _pool_has_read(self, chunk: int) -> bool:
+        assert self._pool is not None
+        start = self._clock()
+        try:
+            return self._pool.wait(chunk, lambda: self._seconds_left(start))
+        except TimeoutError:
+            raise _no_answer() from None
+
+    def _seconds_left(self, start: float) -> float:
+        return start + READ_DEADLINE_SECONDS - self._clock()
+
+    def _count(self, unit: ColdUnit) -> None:
         self.pages_read += len(unit.pages)
         self.bytes_read += len(unit.pages) * unit.layout.slot_bytes
 
@@ -185,14 +248,22 @@ class ColdReader:
             self._issued_count += 1
 
     def _read(self, index: int, chunk: int) -> list[Future[None]]:
+        if self._is_pooled:
+            assert self._pool is not None
+            self._pool.submit(index, chunk)
+            return []
         unit = self._units[index]
+        return self._submit(unit, self._shares[index], self._views(unit, chunk))
+
+    def _views(self, unit: ColdUnit, chunk: int) -> list[memoryview]:
         size = unit.layout.slot_bytes
-        views = [self.ring.view(chunk, i * size, size) for i in range(len(unit.pages))]
-        return self._submit(unit, self._shares[index], views)
+        return [self.ring.view(chunk, i * size, size) for i in range(len(unit.pages))]
 
     def _submit(
         self, unit: ColdUnit, shares: Sequence[Sequence[Sequence[int]]], views: Sequence[memoryview]
     ) -> list[Future[None]]:
+        if self._threads is None:
+            self._threads = WorkThreads(READ_THREADS, "tierd-cold", PageMiss)
         return [
             self._threads.submit(
                 partial(
@@ -220,13 +291,18 @@ class ColdReader:
         self._issued.clear()
         for future in pending:
             future.cancel()
-        deadline = self._clock() + READ_DEADLINE_SECONDS
+        start = self._clock()
+        if self._pool is not None:
+            try:
+                self._pool.skip(lambda: self._seconds_left(start))
+            except TimeoutError:
+                raise DeadlineExceeded("cold tier: a read did not end in time") from None
         for future in pending:
             if future.cancelled():
                 continue
             try:
                 # The outcome of a read that nobody takes any more does not matter.
-                future.exception(timeout=max(deadline - self._clock(), 0.0))
+                future.exception(timeout=max(self._seconds_left(start), 0.0))
             except FutureTimeout:
                 raise DeadlineExceeded("cold tier: a read did not end in time") from None
 
@@ -235,7 +311,10 @@ class ColdReader:
         for futures in self._issued:
             for future in futures:
                 future.cancel()
-        self._threads.stop()
+        if self._threads is not None:
+            self._threads.stop()
+        if self._pool is not None:
+            self._pool.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the ring's counts add up."""
@@ -243,6 +322,14 @@ class ColdReader:
         assert released <= taken <= released + 1, f"{released=} {taken=}"
         assert issued - released <= self.ring.chunks, f"{issued=} {released=}"
         assert len(self._issued) == issued - taken, f"{len(self._issued)=} {issued=} {taken=}"
+        if self._pool is not None:
+            self._pool.check_integrity()
+
+
+def _no_answer() -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"cold tier: the disk did not answer within {READ_DEADLINE_SECONDS:.0f} s"
+    )
 
 
 def _read_together(pieces: _Pieces) -> bool:

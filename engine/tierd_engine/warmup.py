@@ -12,6 +12,7 @@ import numpy as np
 
 from tierd.codec import decode_pages, digest_pages, encode_pages, page_layout
 from tierd.types import CodecId, Geometry
+from tierd_engine import coldpool
 from tierd_engine.attention.cpu import merge_partials, prepare
 from tierd_engine.attention.layercall import prepare_calls
 from tierd_engine.attention.simd import BFLOAT16, FLOAT32
@@ -42,6 +43,7 @@ def warm_up(
         decode_pages(targets, layout, staging.keys_array, staging.values_array, 0)
         prepare(layout, heads)
     prepare_writes()
+    coldpool.warm_up()
     for element in (FLOAT32, BFLOAT16):
         prepare_calls(element)
     merge_partials(q[None], lse[None], np.empty_like(q), np.empty_like(lse))

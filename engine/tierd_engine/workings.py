@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierd.client import Client, MappedSlab, SessionHandle
 from tierd.codec.layout import PageLayout, page_layout
-from tierd.disk.header import SlotHeader, slot_check
+from tierd.disk.header import SlotCheck, SlotHeader
 from tierd.memory.pagetable import PageTableView
 from tierd.types import CodecId, Geometry
 from tierd_engine.agent import TransferAgent
@@ -136,7 +136,7 @@ class Workings:
         )
         return ColdPage(
             layer, block, self._client.slab(slab).fd, slot * layout.slot_bytes,
-            slot_check(expected), expected.generation,
+            SlotCheck(expected), expected.generation,
         )  # fmt: skip
 
     def slab(self, slab_id: int) -> MappedSlab:

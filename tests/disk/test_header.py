@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tierd.disk.header import (
     HEADER_BYTES,
+    SlotCheck,
     SlotHeader,
     device_digest_in,
-    slot_check,
     verify_header,
     verify_slot,
     with_device_digest,
@@ -164,7 +164,7 @@ def test_each_bit_of_a_slots_header_is_guarded(header) -> None:
     checks = [
         lambda buffer: verify_slot(buffer, HEADER),
         lambda buffer: verify_header(buffer, HEADER),
-        slot_check(dataclasses.replace(HEADER, payload_digest=b"")),
+        SlotCheck(dataclasses.replace(HEADER, payload_digest=b"")),
     ]
     for check in checks:
         check(slot)

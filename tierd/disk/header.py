@@ -22,7 +22,6 @@ says which fields there are. A tierd that knows version 1 alone refuses the othe
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import xxhash
@@ -38,7 +37,7 @@ _FIELDS = struct.Struct("<8sII16sIIIBBHQII16sQQ16sQ")
 _START = struct.Struct("<8sI")
 _DEVICE_DIGEST = struct.Struct("<Q")
 CHECKSUM_OFFSET = HEADER_BYTES - 8
-_DIGEST_OFFSET = 96
+DIGEST_OFFSET = 96
 DEVICE_DIGEST_OFFSET = 112
 _PIECE_BYTES = 64 << 10
 _PADDING = bytes(CHECKSUM_OFFSET - _FIELDS.size)
@@ -178,26 +177,33 @@ def verify_header(buffer: memoryview, expected: SlotHeader) -> SlotHeader:
     return header
 
 
-def slot_check(expected: SlotHeader) -> Callable[[memoryview], None]:
-    """Return `verify_slot` for a slot that is read again and again, its digest not known.
+class SlotCheck:
+    """`verify_slot` for a slot that is read again and again, its digest not known.
 
-    It raises PageDamaged. What does not change from read to read is made once.
+    Called with the slot it raises PageDamaged. What does not change from read to read is made
+    once: `starts` are the two beginnings, of DIGEST_OFFSET bytes, that its header may have.
     """
-    with_device_digest = replace(expected, device_digest=0)
-    starts = tuple(header.pack()[:_DIGEST_OFFSET] for header in (expected, with_device_digest))
-    digest = slice(_DIGEST_OFFSET, _DIGEST_OFFSET + len(expected.store_uuid))
 
-    def check(buffer: memoryview) -> None:
+    __slots__ = ("_expected", "starts", "stored_bytes")
+
+    def __init__(self, expected: SlotHeader) -> None:
+        with_device_digest = replace(expected, device_digest=0)
+        self.starts = tuple(
+            header.pack()[:DIGEST_OFFSET] for header in (expected, with_device_digest)
+        )
+        self.stored_bytes = expected.stored_bytes
+        self._expected = expected
+
+    def __call__(self, buffer: memoryview) -> None:
         header = buffer[:HEADER_BYTES].tobytes()
         checksum = xxhash.xxh3_64_intdigest(memoryview(header)[:CHECKSUM_OFFSET])
+        digest = header[DIGEST_OFFSET:DEVICE_DIGEST_OFFSET]
         if not (
-            header.startswith(starts)
+            header.startswith(self.starts)
             and header.endswith(checksum.to_bytes(8, "little"))
-            and page_digest(buffer, expected.stored_bytes) == header[digest]
+            and page_digest(buffer, self.stored_bytes) == digest
         ):
-            verify_slot(buffer, expected)  # slower, and finds the reason
-
-    return check
+            verify_slot(buffer, self._expected)  # slower, and finds the reason
 
 
 def device_digest_in(buffer: memoryview | bytes) -> int | None:

@@ -14,7 +14,7 @@ import xxhash
 from tests.engine.device.world import GEOMETRY, Validity
 from tierd.codec.devicedigest import device_digests
 from tierd.codec.layout import page_layout
-from tierd.disk.header import SlotHeader, slot_check
+from tierd.disk.header import SlotCheck, SlotHeader
 from tierd.types import CodecId
 from tierd_engine.coldread import ColdPage, ColdReader, ColdUnit
 from tierd_engine.device.coldpath import ColdPath
@@ -68,7 +68,7 @@ class ColdFile:
             name: getattr(header, name) for name in header.__dataclass_fields__
         } | {"payload_digest": b"", "device_digest": None})  # fmt: skip
         offset = number * LAYOUT.slot_bytes
-        return ColdPage(0, number, self.fd, offset, slot_check(known), 1)
+        return ColdPage(0, number, self.fd, offset, SlotCheck(known), 1)
 
     def cold_units(self) -> list[ColdUnit]:
         pages = range(self.unit_pages)

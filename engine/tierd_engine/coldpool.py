@@ -1,0 +1,201 @@
+"""Cold pool: threads that read and check shares of cold units without the interpreter.
+
+    the reader's thread                       the pool's threads, in compiled code
+    submit: entries into the queue, ──work──▶ take one: read its runs, check its pages
+            a token for each
+    wait:   until a chunk has none ◀──done──  the last of a chunk gives a token
+            left
+
+Invariants:
+  a chunk is submitted only after it was waited for, or skipped, to the end
+  what a thread may still use, the table and the ring, lives as long as that thread
+  every wait ends at a deadline
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from tierd.codec.compiling import Compiled, compile_cached
+from tierd.disk import header
+from tierd.disk.header import SlotCheck
+from tierd_engine.attention import reading, xxh3
+from tierd_engine.attention.compiling import KERNEL_SOURCES
+
+IntArray = npt.NDArray[np.int64]
+_SOURCES = (*KERNEL_SOURCES, *(Path(str(module.__file__)) for module in (xxh3, reading, header)))
+
+
+@functools.cache
+def _compiled() -> tuple[Compiled, Compiled]:
+    serve = compile_cached(reading.serve, (types.int64, types.int64), _SOURCES, nogil=True)
+    return serve, compile_cached(reading.left_of, (types.int64,), _SOURCES)
+
+
+def warm_up() -> None:
+    """Compile what a pool runs, where it can run."""
+    if xxh3.is_there():
+        _compiled()
+
+
+class Run:
+    """Neighbours on disk that are neighbours in the chunk too: one read.
+
+    `pages`: (offset of the slot in the chunk, payload bytes, check), in that order.
+    """
+
+    __slots__ = ("chunk_offset", "fd", "file_offset", "pages", "size_bytes")
+
+    def __init__(self, fd: int, file_offset: int, chunk_offset: int) -> None:
+        self.fd, self.file_offset, self.chunk_offset = fd, file_offset, chunk_offset
+        self.size_bytes = 0
+        self.pages: list[tuple[int, int, SlotCheck]] = []
+
+    def add(self, offset: int, slot_bytes: int, check: SlotCheck) -> None:
+        """Append the next page, whose slot is at `offset` in the chunk."""
+        assert offset == self.chunk_offset + self.size_bytes, "no neighbour"
+        self.pages.append((offset, check.stored_bytes, check))
+        self.size_bytes += slot_bytes
+
+
+class ColdPool:
+    """`threads` threads over `chunks` chunks of memory at `addresses`. Used by one thread.
+
+    `memory`: what those addresses are in; kept as long as a thread may write there.
+    """
+
+    def __init__(self, threads: int, addresses: Sequence[int], memory: object) -> None:
+        serve, left_of = _compiled()
+        self._left_of: Callable[[int], int] = left_of.call
+        self._addresses = tuple(addresses)
+        self._words = np.zeros(reading.WORDS, np.int64)
+        self._chunks = np.zeros((len(addresses), reading.CHUNK_WORDS), np.int64)
+        self._work_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+        self._done_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll = select.poll()
+        self._poll.register(self._done_fd, select.POLLIN)
+        self._words[[reading.WORK, reading.DONE, reading.ONE]] = self._work_fd, self._done_fd, 1
+        self._words[reading.CHUNKS] = self._chunks.ctypes.data
+        self._first_share: list[int] = [0]
+        self._tail = 0
+        self._table: list[IntArray] = []
+        # Each thread holds all that it may touch, should it outlive the pool in a dead disk.
+        held = (self._words, self._chunks, self._table, memory)
+        self._threads = [
+            threading.Thread(
+                target=_serve, args=(serve, self._words, held), name=f"tierd-cold-{i}", daemon=True
+            )
+            for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def set_table(self, units: Sequence[Sequence[Sequence[Run]]]) -> None:
+        """Set what units consist of: shares of runs. Nothing may be under way."""
+        assert not self._chunks[:, 0].any(), "shares of the last table are under way"
+        pages: list[tuple[int, int, int]] = []
+        runs: list[tuple[int, ...]] = []
+        shares: list[tuple[int, int]] = []
+        starts: list[bytes] = []
+        self._first_share = [0]
+        for unit in units:
+            for share in unit:
+                first_run = len(runs)
+                for run in share:
+                    first = len(pages)
+                    for offset, stored_bytes, check in run.pages:
+                        pages.append((offset, stored_bytes, len(starts)))
+                        starts.append(b"".join(check.starts))
+                    runs.append((run.fd, run.file_offset, run.chunk_offset, run.size_bytes,
+                                 first, len(pages)))  # fmt: skip
+                shares.append((first_run, len(runs)))
+            self._first_share.append(len(shares))
+        # Tables are made anew for each schedule, long before one is used.
+        start_words = np.frombuffer(b"".join(starts), np.int64).reshape(len(pages), -1).copy()
+        page_words = np.array(pages, np.int64).reshape(-1, reading.PAGE_WORDS)
+        page_words[:, 2] = start_words.ctypes.data + page_words[:, 2] * start_words.strides[0]
+        run_words = np.array(runs, np.int64).reshape(-1, reading.RUN_WORDS)
+        share_words = np.array(shares, np.int64).reshape(-1, reading.SHARE_WORDS)
+        most = max(np.diff(self._first_share), default=0) * len(self._addresses)
+        size = 1 << max(0, int(most) - 1).bit_length()
+        queue = np.zeros((size, reading.ENTRY_WORDS), np.int64)
+        self._table[:] = start_words, page_words, run_words, share_words, queue
+        self._queue = queue
+        tables = (page_words, run_words, share_words, queue)
+        numbers = [reading.PAGES, reading.RUNS, reading.SHARES, reading.QUEUE]
+        self._words[numbers] = [table.ctypes.data for table in tables]
+        self._words[reading.QUEUE_MASK] = size - 1
+
+    def submit(self, unit: int, chunk: int) -> None:
+        """Begin to read a unit of the table into a chunk."""
+        first, end = self._first_share[unit], self._first_share[unit + 1]
+        assert not self._chunks[chunk, 0], "the chunk is being read into"
+        if first == end:
+            return
+        self._chunks[chunk] = end - first, 0
+        at = (self._tail + np.arange(end - first)) % len(self._queue)
+        self._queue[at, 0] = np.arange(first, end)
+        self._queue[at, 1] = self._addresses[chunk]
+        self._queue[at, 2] = chunk
+        self._tail += end - first
+        os.eventfd_write(self._work_fd, end - first)  # a system call: what is above comes first
+
+    def wait(self, chunk: int, seconds_left: Callable[[], float]) -> bool:
+        """Return whether a chunk has been read and all its pages are right.
+
+        Raises TimeoutError when `seconds_left` comes to 0.
+        """
+        address = self._chunks.ctypes.data + chunk * self._chunks.strides[0]
+        while self._left_of(address):
+            left = seconds_left()
+            if left <= 0:
+                raise TimeoutError
+            if self._poll.poll(left * 1000):
+                os.eventfd_read(self._done_fd)
+        return not self._chunks[chunk, 1]
+
+    def skip(self, seconds_left: Callable[[], float]) -> None:
+        """Read nothing more of what was submitted, and wait for what is under way."""
+        self._words[reading.SKIP] = 1
+        for chunk in range(len(self._addresses)):
+            self.wait(chunk, seconds_left)
+        self._words[reading.SKIP] = 0
+
+    def close(self) -> None:
+        """Let each thread end after its share. Idempotent. One that is stuck ends by itself."""
+        if self._words[reading.STOP]:
+            return
+        self._words[reading.STOP] = 1
+        os.eventfd_write(self._work_fd, len(self._threads))
+        give_up_at = time.monotonic() + _JOIN_SECONDS
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, give_up_at - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
+            os.close(self._work_fd)
+            os.close(self._done_fd)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the queue's counts add up."""
+        taken, left = int(self._words[reading.NEXT]), int(self._chunks[:, 0].sum())
+        assert taken <= self._tail, f"{taken=} {self._tail=}"
+        assert self._tail - taken <= left, f"{taken=} {self._tail=} {left=}"
+
+
+_JOIN_SECONDS = 1.0  # what hangs longer is left to its thread, and its two fds with it
+
+
+def _serve(serve: Compiled, words: IntArray, held: Any) -> None:
+    token = np.zeros(1, np.int64)
+    serve.call(words.ctypes.data, token.ctypes.data)
+    del held  # alive until here
