@@ -70,17 +70,17 @@ class Run:
 
 
 class ColdPool:
-    """`threads` threads over `chunks` chunks of memory at `addresses`. Used by one thread.
+    """`threads` threads that fill up to `chunks_max` chunks of memory. Used by one thread.
 
-    `memory`: what those addresses are in; kept as long as a thread may write there.
+    `memory`: what the chunks are in; kept as long as a thread may write there.
     """
 
-    def __init__(self, threads: int, addresses: Sequence[int], memory: object) -> None:
+    def __init__(self, threads: int, chunks_max: int, memory: object) -> None:
         serve, left_of = _compiled()
         self._left_of: Callable[[int], int] = left_of.call
-        self._addresses = tuple(addresses)
+        self._addresses: tuple[int, ...] = ()
         self._words = np.zeros(reading.WORDS, np.int64)
-        self._chunks = np.zeros((len(addresses), reading.CHUNK_WORDS), np.int64)
+        self._chunks = np.zeros((chunks_max, reading.CHUNK_WORDS), np.int64)
         self._work_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
         self._done_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
@@ -101,8 +101,12 @@ class ColdPool:
         for thread in self._threads:
             thread.start()
 
-    def set_table(self, units: Sequence[Sequence[Sequence[Run]]]) -> None:
-        """Set what units consist of: shares of runs. Nothing may be under way."""
+    def set_table(self, units: Sequence[Sequence[Sequence[Run]]], addresses: Sequence[int]) -> None:
+        """Set what units consist of, shares of runs, and where the chunks are.
+
+        Nothing may be under way.
+        """
+        self._addresses = tuple(addresses)
         assert not self._chunks[:, 0].any(), "shares of the last table are under way"
         pages: list[tuple[int, int, int]] = []
         runs: list[tuple[int, ...]] = []

@@ -1,7 +1,7 @@
 """Cold reader: brings cold pages into the staging ring before they are attended.
 
 Invariants:
-  taken <= issued <= taken + ring chunks; a chunk is refilled only after `release`
+  taken <= issued <= taken + chunks; a chunk is refilled only after `release`
   a page's address leaves `take` only after its header and digest were verified
   every wait ends at a deadline
 
@@ -48,6 +48,9 @@ READ_BYTES = 1 << 20
 # Reads that one thread does for one future: a future costs as much of the interpreter's lock as
 # two pages' digests. A ring of two units of 4 MiB still has a share for each thread.
 SHARE_BYTES = 512 << 10
+# The ring is cut into as many chunks as units fit: a step of a few megabytes is then read under
+# the one before it, whole.
+CHUNKS_MAX = 64
 _READS_PER_PAGE = 2  # a digest mismatch gets one re-read, for a bit flipped on the way
 
 
@@ -129,18 +132,27 @@ _Pieces = list[tuple[ColdPage, memoryview]]
 class ColdReader:
     """Reads a cyclic schedule of units ahead of `take`. Used by one thread.
 
+    `cuts_ring`: into chunks as small as the units are, and no longer as the ring is made; not
+    where its own chunks are pinned one by one.
     `on_verified`: told of each page with the slot's bytes, once they are verified; called by
     the threads that read.
     """
 
-    def __init__(self, ring: StagingRing, clock: Callable[[], float] = time.monotonic) -> None:
-        self.ring = ring
+    def __init__(
+        self,
+        ring: StagingRing,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        cuts_ring: bool = True,
+    ) -> None:
+        self.ring, self._cuts_ring = ring, cuts_ring
         self._clock = clock
         self._threads: WorkThreads | None = None  # both are made when they are first needed
         self._pool: ColdPool | None = None
         self._is_pooled = False  # the schedule is the pool's
         self.on_verified: Callable[[ColdPage, memoryview], None] | None = None
         self._units: Sequence[ColdUnit] = ()
+        self._chunk_bytes, self._chunks = ring.chunk_bytes, ring.chunks
         self._shares: list[list[list[list[int]]]] = []  # of each unit
         self._issued: deque[list[Future[None]]] = deque()
         self._issued_count = 0
@@ -155,6 +167,12 @@ class ColdReader:
         self._drain()
         self._units, self._shares = units, [unit.shares() for unit in units]
         self._issued_count = self._taken_count = self._released_count = 0
+        sizes = (len(unit.pages) * unit.layout.slot_bytes for unit in units)
+        largest_bytes = max(sizes, default=self.ring.chunk_bytes)
+        assert largest_bytes <= self.ring.chunk_bytes, "a unit is larger than a chunk of the ring"
+        if self._cuts_ring:
+            self._chunk_bytes = largest_bytes
+            self._chunks = min(self.ring.total_bytes // largest_bytes, CHUNKS_MAX)
         self._is_pooled = bool(units) and self._set_pool()
         self._fill()
 
@@ -169,10 +187,10 @@ class ColdReader:
 
             if not xxh3.is_there():
                 return False
-            chunks = [self.ring.address(chunk) for chunk in range(self.ring.chunks)]
-            self._pool = ColdPool(READ_THREADS, chunks, self.ring)
+            self._pool = ColdPool(READ_THREADS, CHUNKS_MAX, self.ring)
         table = zip(self._units, self._shares, strict=True)
-        self._pool.set_table([unit.pool_shares(shares) for unit, shares in table])
+        addresses = [self._address(chunk) for chunk in range(self._chunks)]
+        self._pool.set_table([unit.pool_shares(shares) for unit, shares in table], addresses)
         return True
 
     def take(self) -> npt.NDArray[np.int64]:
@@ -183,7 +201,7 @@ class ColdReader:
         """
         futures = self._issued.popleft()
         unit = self._units[self._taken_count % len(self._units)]
-        chunk = self._taken_count % self.ring.chunks
+        chunk = self._taken_count % self._chunks
         start = self._clock()
         try:
             if self._is_pooled and not self._pool_has_read(chunk):
@@ -193,7 +211,7 @@ class ColdReader:
             self.wait_seconds += self._clock() - start
         self._count(unit)
         self._taken_count += 1
-        first = self.ring.address(chunk) + HEADER_BYTES
+        first = self._address(chunk) + HEADER_BYTES
         return first + np.arange(len(unit.pages), dtype=np.int64) * unit.layout.slot_bytes
 
     def read_aside(self, unit: ColdUnit, into: memoryview) -> None:
@@ -240,10 +258,10 @@ class ColdReader:
         if not self._units:
             return
         # Never further ahead than one whole cycle: a short schedule is read once a step.
-        ahead_max = min(self.ring.chunks, len(self._units))
+        ahead_max = min(self._chunks, len(self._units))
         while self._issued_count - self._released_count < ahead_max:
             index = self._issued_count % len(self._units)
-            chunk = self._issued_count % self.ring.chunks
+            chunk = self._issued_count % self._chunks
             self._issued.append(self._read(index, chunk))
             self._issued_count += 1
 
@@ -257,7 +275,11 @@ class ColdReader:
 
     def _views(self, unit: ColdUnit, chunk: int) -> list[memoryview]:
         size = unit.layout.slot_bytes
-        return [self.ring.view(chunk, i * size, size) for i in range(len(unit.pages))]
+        first = chunk * self._chunk_bytes
+        return [self.ring.view(first + i * size, size) for i in range(len(unit.pages))]
+
+    def _address(self, chunk: int) -> int:
+        return self.ring.base_address + chunk * self._chunk_bytes
 
     def _submit(
         self, unit: ColdUnit, shares: Sequence[Sequence[Sequence[int]]], views: Sequence[memoryview]
@@ -320,7 +342,7 @@ class ColdReader:
         """Raise AssertionError unless the ring's counts add up."""
         issued, taken, released = self._issued_count, self._taken_count, self._released_count
         assert released <= taken <= released + 1, f"{released=} {taken=}"
-        assert issued - released <= self.ring.chunks, f"{issued=} {released=}"
+        assert issued - released <= self._chunks, f"{issued=} {released=}"
         assert len(self._issued) == issued - taken, f"{len(self._issued)=} {issued=} {taken=}"
         if self._pool is not None:
             self._pool.check_integrity()

@@ -22,7 +22,8 @@ DECODE_STAGING_BYTES = 16 * MIB
 class StagingRing:
     """`RING_CHUNKS` page-aligned chunks for encoded pages, each at least one slot large.
 
-    `address(chunk)` and `view(chunk)` stay valid until `close`.
+    What they are for may cut them otherwise: they lie side by side. `base_address` and views
+    stay valid for the ring's life.
     """
 
     def __init__(self, slot_bytes_max: int, chunk_bytes: int = RING_CHUNK_BYTES) -> None:
@@ -40,10 +41,9 @@ class StagingRing:
         """Return the absolute address of a chunk's first byte."""
         return self.base_address + chunk * self.chunk_bytes
 
-    def view(self, chunk: int, start: int, size_bytes: int) -> memoryview:
-        """Return a writable view of part of a chunk."""
-        begin = chunk * self.chunk_bytes + start
-        return self._view[begin : begin + size_bytes]
+    def view(self, start: int, size_bytes: int) -> memoryview:
+        """Return a writable view of a part."""
+        return self._view[start : start + size_bytes]
 
 
 class DecodeStaging:

@@ -57,7 +57,7 @@ class Workings:
         self.executors: Executors | DeviceExecutors
         if rig is None:
             self.arena = HotArena(geometry, hot_budget_bytes, blocks_max=blocks)
-            self.reader = _reader(geometry)
+            self.reader = _reader(geometry, cuts_ring=True)
             self.executors = Executors(
                 geometry, heads, self.arena, self.reader, self.reader.ring, require_valid
             )
@@ -71,7 +71,7 @@ class Workings:
 
         device, kernels = rig.device, rig.kernels
         arena = DeviceArena(device, geometry, hot_budget_bytes, blocks_max=blocks)
-        self.arena, self.reader = arena, _reader(geometry)
+        self.arena, self.reader = arena, _reader(geometry, cuts_ring=False)
         try:
             executors = DeviceExecutors(
                 device, kernels, geometry, heads, arena, self.reader, rig.pins, require_valid,
@@ -230,5 +230,6 @@ class Workings:
             self._rig.device.check_integrity()
 
 
-def _reader(geometry: Geometry) -> ColdReader:
-    return ColdReader(StagingRing(page_layout(geometry, CodecId.RAW).slot_bytes))
+def _reader(geometry: Geometry, *, cuts_ring: bool) -> ColdReader:
+    ring = StagingRing(page_layout(geometry, CodecId.RAW).slot_bytes)
+    return ColdReader(ring, cuts_ring=cuts_ring)

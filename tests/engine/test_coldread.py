@@ -44,8 +44,9 @@ def _first_bytes(addresses: np.ndarray) -> list[int]:
     return [ctypes.string_at(int(address), 1)[0] for address in addresses]
 
 
-def _reader() -> ColdReader:
-    return ColdReader(StagingRing(0, chunk_bytes=4 * LAYOUT.slot_bytes))
+def _reader(*, cuts_ring: bool = False, chunk_slots: int = 4) -> ColdReader:
+    ring = StagingRing(0, chunk_bytes=chunk_slots * LAYOUT.slot_bytes)
+    return ColdReader(ring, cuts_ring=cuts_ring)
 
 
 def test_units_come_in_order_again_and_again(slab: int) -> None:
@@ -57,6 +58,21 @@ def test_units_come_in_order_again_and_again(slab: int) -> None:
         reader.check_integrity()
         reader.release()
     assert reader.pages_read == 63
+    reader.close()
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3, 4])
+def test_small_units_are_read_further_ahead(slab: int, pages: int) -> None:
+    reader = _reader(cuts_ring=True)
+    units = [_unit(slab, *range(pages * i, pages * (i + 1))) for i in range(10)]
+    for schedule in (units, units[::-1]):
+        reader.set_schedule(schedule)
+        for i in range(25):
+            assert reader._issued_count - reader._taken_count == min(10, RING_CHUNKS * 4 // pages)
+            slots = [page.block for page in schedule[i % 10].pages]
+            assert _first_bytes(reader.take()) == slots
+            reader.check_integrity()
+            reader.release()
     reader.close()
 
 
@@ -163,7 +179,7 @@ def test_one_thread_reads_several_pages_that_lie_apart(
     slab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coldread, "SHARE_BYTES", 2 * LAYOUT.slot_bytes)
-    reads, reader = _reads(monkeypatch), _reader()
+    reads, reader = _reads(monkeypatch), _reader(chunk_slots=5)
     unit = _unit(slab, 8, 0, 2, 5, 6)
     assert unit.shares() == [[[1], [2]], [[3, 4]], [[0]]]
     reader.set_schedule([unit])
