@@ -65,9 +65,12 @@ def make_huge(fd: int, size_bytes: int) -> bool:
         return False
     for offset in range(0, whole_bytes, HUGE_PAGE_BYTES):
         os.pwrite(fd, b"\0", offset)  # the kernel does not collapse a hole
-    address, view = map_shared(fd, whole_bytes, writable=True)
-    with view:
-        return not _libc.madvise(address, whole_bytes, _MADV_COLLAPSE)
+        # Mapped piece by piece: what is mapped counts as ours, though nothing is in it yet.
+        address, view = _map(fd, HUGE_PAGE_BYTES, mmap.MAP_SHARED, writable=True, offset=offset)
+        with view:
+            if _libc.madvise(address, HUGE_PAGE_BYTES, _MADV_COLLAPSE):
+                return False
+    return True
 
 
 def discard(address: int, size_bytes: int) -> bool:
@@ -75,7 +78,9 @@ def discard(address: int, size_bytes: int) -> bool:
     return not _libc.madvise(address, size_bytes, mmap.MADV_REMOVE)
 
 
-def _map(fd: int, size_bytes: int, flags: int, *, writable: bool) -> tuple[int, memoryview]:
+def _map(
+    fd: int, size_bytes: int, flags: int, *, writable: bool, offset: int = 0
+) -> tuple[int, memoryview]:
     """Map at an aligned address: reserve too much, give both ends back, map over the rest."""
     slack_bytes = HUGE_PAGE_BYTES if size_bytes >= HUGE_PAGE_BYTES else 0
     whole_bytes = size_bytes + slack_bytes
@@ -92,7 +97,7 @@ def _map(fd: int, size_bytes: int, flags: int, *, writable: bool) -> tuple[int, 
         _libc.munmap(end, reserved_end - end)
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     try:
-        _mmap(address, size_bytes, protection, flags | _MAP_FIXED, fd)
+        _mmap(address, size_bytes, protection, flags | _MAP_FIXED, fd, offset)
     except OSError:
         _libc.munmap(address, size_bytes)
         raise
@@ -103,8 +108,10 @@ def _map(fd: int, size_bytes: int, flags: int, *, writable: bool) -> tuple[int, 
     return address, view if writable else view.toreadonly()
 
 
-def _mmap(address: int | None, size_bytes: int, protection: int, flags: int, fd: int) -> int:
-    mapped = _libc.mmap(address, size_bytes, protection, flags, fd, 0)
+def _mmap(
+    address: int | None, size_bytes: int, protection: int, flags: int, fd: int, offset: int = 0
+) -> int:
+    mapped = _libc.mmap(address, size_bytes, protection, flags, fd, offset)
     if mapped in (None, _FAILED):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
