@@ -154,6 +154,23 @@ async def test_spare_slots_are_kept_while_a_session_runs_and_no_more():
     assert rig.store.stats()["spills"] == 32 * LAYERS // 16
 
 
+@in_loop
+async def test_no_spare_slots_are_made_for_who_goes_past_a_full_warm_tier():
+    rig = make(warm_blocks=32)
+    session = rig.session()
+    rig.demote(session, range(1, 33))
+    planned = await rig.mover.plan_demotion(1, session.number, [33, 34], 2, writes_cold=True)
+    assert planned.tier is Tier.COLD
+    rig.settle()
+    assert rig.store.stats()["spills"] == 0
+    # As soon as the engine wants warm slots again, they are.
+    rig.store.abort(1, planned.reservation)
+    task = await start(rig.mover.plan_demotion(1, session.number, [33], 1))
+    await turns(rig, task)
+    rig.settle()
+    assert rig.store.stats()["spills"] >= 32 * LAYERS // 16
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 61.0, float("nan")])
 @in_loop
 async def test_a_deadline_out_of_range_is_refused(seconds):

@@ -147,6 +147,7 @@ class Mover:
         and these wait for every engine's step to end, the caller's too.
         """
         deadline = self._waiters.deadline(deadline_seconds)
+        self._store.session(number, engine_id=engine_id).writes_cold = writes_cold
         while True:
             try:
                 return self._store.plan_demotion(
@@ -154,10 +155,9 @@ class Mover:
                     number,
                     hot_blocks,
                     need_blocks,
-                    codecs=codecs,
-                    include_first=include_first,
+                    codecs=codecs, include_first=include_first,
                     writes_cold=writes_cold and self._lends_cold(),
-                )
+                )  # fmt: skip
             except RoomNeeded as full:
                 await self._room(self._store.session(number), full, deadline)
 
@@ -338,9 +338,8 @@ class Mover:
 
     def _promote_hinted(self) -> bool:
         for hint in self._store.hints.urgent_first():
-            session = self._store.session(hint.wish.session)
             below = Rank(Standing.HINTED, -hint.wish.deadline_seconds)
-            if self._promote(session, hint.awaited, below):
+            if self._promote(self._store.session(hint.wish.session), hint.awaited, below):
                 return True
         return False
 
@@ -348,7 +347,8 @@ class Mover:
         pools = self._store.placement.pools[Tier.WARM]
         needs: dict[SlabPool, int] = {}
         for session in self._store.book:
-            if session.state is SessionState.RUNNING and session.index.pages_in(Tier.WARM):
+            waits = session.state is SessionState.RUNNING and not session.writes_cold
+            if waits and session.index.pages_in(Tier.WARM):
                 needs.update(spare_needs(self._store.placement, session))
         # Each by itself: what is left of the budget may become any pool's.
         need_bytes = sum(pools.shortage_bytes({pool: slots}) for pool, slots in needs.items())

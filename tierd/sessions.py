@@ -39,7 +39,8 @@ class Session:
     `kept`: it was suspended; `token_ids` (uint32 little endian) and `sealed_blocks`
     are those of then. `last_used_seconds` is on the store's clock. `page_codecs`: a
     codec a layer, of the newest demotion (its engine may want more than the namespace's).
-    `recorded`: the ledger was told of it.
+    `recorded`: the ledger was told of it. `writes_cold`: its engine takes cold slots where warm
+    is full, so that no spare room need be made for it.
     """
 
     number: int
@@ -56,6 +57,7 @@ class Session:
     kept: bool = False
     dormant: bool = False
     recorded: bool = False
+    writes_cold: bool = False
     page_codecs: tuple[CodecId, ...] = ()
     slot_sizes: dict[CodecId, int] = field(default_factory=dict)  # placement's, by codec
 

@@ -32,6 +32,7 @@ from tierd.errors import (
 )
 from tierd.types import CodecId, Geometry, Tier
 from tierd_engine.arena import HotArena
+from tierd_engine.coldread import READ_BYTES
 from tierd_engine.coldwrite import ColdWriter
 
 IntArray = npt.NDArray[np.int64]
@@ -100,6 +101,9 @@ class TransferAgent:
         self._geometry: Geometry = arena.geometry
         self.codecs: Sequence[CodecId] | None = None  # a codec a layer; None: the namespace's
         self.codecs_refused = False
+        # Blocks that are best demoted at a time. Those that go to cold together are read together,
+        # a layer of them in one I/O of READ_BYTES; for warm it does not matter.
+        self.blocks_together = 1
         self.demoted_blocks = 0
         self.raw_fallback_blocks = 0
         self.encoded_bytes = 0
@@ -175,6 +179,7 @@ class TransferAgent:
             self._session.abort(demotion)
             raise
         self._session.commit(demotion, digests, device_digests)
+        self.blocks_together = 1
         self._drop(demotion, hot)
 
     def _drop(self, demotion: Demotion, hot: HotBlocks) -> None:
@@ -197,6 +202,8 @@ class TransferAgent:
                 for codec, count in zip(codecs.tolist(), pages.tolist(), strict=True):
                     layout = page_layout(self._geometry, CodecId(codec))
                     self.encoded_bytes += count * layout.payload_bytes
+                usual = page_layout(self._geometry, CodecId(codecs[pages.argmax()]))
+                self.blocks_together = -(-READ_BYTES // usual.slot_bytes)
         except (StorageError, StaleGeneration, DeadlineExceeded) as error:
             cold.failed()
             if self._has_ended(demotion):

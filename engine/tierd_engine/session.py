@@ -155,7 +155,9 @@ class SessionKV:
         short = len(missing) - self.arena.free_slots
         rpcs_before = self.client.rpc_count
         if short > 0:
-            self._demote(self._demotable(), short)
+            demotable = self._demotable()
+            together = min(self.agent.blocks_together, self.arena.slot_count // 2, len(demotable))
+            self._demote(demotable, max(short, together))
         for block in missing:
             self._hot[block] = self.arena.allocate()
             self._plan = None

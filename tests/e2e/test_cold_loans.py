@@ -143,14 +143,14 @@ def test_committed_pages_survive_the_daemon_being_killed(tmp_path: Path) -> None
 
 
 @contextmanager
-def tiers_past_warm(codec: CodecId, rig: DeviceRig | None) -> Iterator[TierRig]:
+def tiers_past_warm(codec: CodecId, rig: DeviceRig | None, hot: str = "20%") -> Iterator[TierRig]:
     tiny = tiny_model(5, "llama")
     tiers = TierRig(
         tiny.shape,
         tiny.model,
         200,
         12,
-        hot="20%",
+        hot=hot,
         warm="30%",
         codec=codec,
         block_tokens=16,
@@ -185,3 +185,19 @@ def test_a_job_past_a_full_warm_tier_is_exact(codec: CodecId, device: bool) -> N
     if rig is not None:
         fake.check_integrity()
         rig.close()
+
+
+def test_blocks_go_to_cold_together_so_that_a_layer_of_them_is_one_read() -> None:
+    prompt = random_tokens(200, 18)
+    with tiers_past_warm(CodecId.RAW, None, hot="50%") as tiers:
+        run = greedy(tiers.generator, prompt, 12)
+        assert run.tokens == own_greedy(tiers.model, prompt, 12)[0]
+        together = min(tiers.kv.agent.blocks_together, tiers.kv.arena.slot_count // 2)
+        table = tiers.kv.handle.table.read(13)
+        for layer in range(tiers.kv.geometry.layers):
+            cold = np.flatnonzero(table.tier[layer] == Tier.COLD)
+            slots = table.slot[layer, cold].astype(np.int64)
+            assert len(cold) >= together >= 3
+            runs = np.split(slots, np.flatnonzero(np.diff(slots) != 1) + 1)
+            assert max(map(len, runs)) >= together
+        tiers.kv.check_integrity()

@@ -4,9 +4,10 @@ KV is synthetic (random), the weights are SmolLM2's: right for throughput, no
 claim about quality. Each tiered row runs against transformers' own bf16 cache
 in alternating rounds of its own; the ratio is of their medians. The limit of
 a row is the longer of two: its cold bytes ÷ the disk's O_DIRECT bandwidth, which
-is measured in its rounds too, and its bytes in RAM ÷ the memory's read bandwidth
-plus a step with almost no context (of the same weights and threads). llama.cpp
-alternates with it too, if asked for (peers.py).
+is measured in its rounds too, by a loop over huge pages (fio.py), and its bytes
+in RAM ÷ the memory's read bandwidth plus a step with almost no context (of the
+same weights and threads). llama.cpp alternates with it too, if asked for
+(peers.py).
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ def _at_context(
     with _chosen(bench) as model:
         for shares in rows:
             with tier_runner(model, shares, context, total, bench.cold_folder) as runner:
-                disk = [lambda: [1 / bench.disk.read()]] if runner.cold_bytes else []
+                disk = [lambda: [1 / bench.disk.read(plain=True)]] if runner.cold_bytes else []
                 seconds, *others = _alternate(runner, [*beside, *disk], bench.steps)
                 disk_seconds = others.pop() if disk else 0.0
                 taken.append(others)

@@ -4,7 +4,9 @@ Ours: pages of a real store, moved in batches over the daemon's lanes, each
 page's header and digest made or checked on the way (tierd/carry.py). The limit:
 fio with O_DIRECT, the same bytes an I/O and as many I/Os at a time as there are
 lanes. Both fill newly allocated files, and read back what they filled, one right
-after the other, and which goes first alternates. Each round is also run without
+after the other, and which goes first alternates. Beside them a plain loop over
+huge pages, which our memory is of and fio's is not: where that is faster, it is
+the disk's own limit. Each round is also run without
 the digests of the pages' bytes: what they cost is the loss of speed by them. What
 is ours apart from the disk shows in the ceiling (ceiling.py).
 """
@@ -37,7 +39,7 @@ class DiskRow:
 
     A ratio is the median over pairs taken one after the other, not the ratio of medians: a
     shared disk's speed doubles and halves within seconds. The costs are pairs likewise.
-    `write_ratios` and `read_ratios` are all pairs', ascending.
+    `write_ratios` and `read_ratios` are all pairs', ascending. `plain`: the loop's.
     """
 
     model: str
@@ -56,6 +58,10 @@ class DiskRow:
     read_ratio: float
     write_checksum_cost: float
     read_checksum_cost: float
+    write_plain_bytes_per_second: float
+    read_plain_bytes_per_second: float
+    write_ratio_to_plain: float
+    read_ratio_to_plain: float
     write_ratios: list[float]
     read_ratios: list[float]
 
@@ -110,16 +116,21 @@ def _round(rig: DiskRig, limit: Limit, *, limit_first: bool) -> tuple[float, ...
         return asyncio.run(rig.move(session, to))
 
     if limit_first:
-        write_limit, written = limit.write(), ours(Tier.COLD)
-        read_limit, read = limit.read(), ours(Tier.WARM)
+        write_plain, write_limit, written = (
+            limit.write(plain=True), limit.write(), ours(Tier.COLD)
+        )  # fmt: skip
+        read_plain, read_limit, read = limit.read(plain=True), limit.read(), ours(Tier.WARM)
     else:
-        written, write_limit = ours(Tier.COLD), limit.write()
-        read, read_limit = ours(Tier.WARM), limit.read()
+        written, write_limit, write_plain = (
+            ours(Tier.COLD), limit.write(), limit.write(plain=True)
+        )  # fmt: skip
+        read, read_limit, read_plain = ours(Tier.WARM), limit.read(), limit.read(plain=True)
     rig.drop(session)
     bare_written, bare_read = unchecked or there_and_back(rig, UncheckedBatch)
     return (
         written, write_limit, read, read_limit, written / write_limit, read / read_limit,
-        1 - written / bare_written, 1 - read / bare_read,
+        1 - written / bare_written, 1 - read / bare_read, write_plain, read_plain,
+        written / write_plain, read / read_plain,
     )  # fmt: skip
 
 
@@ -146,16 +157,21 @@ def print_disk(rows: Sequence[DiskRow]) -> None:
             f"{format_size(row.io_bytes)} at a time, {format_size(row.total_bytes)} a round, "
             f"median of {row.rounds}, load {row.load:.1f}"
         )
-        for name, ours, limit, ratio, pairs in (
+        for name, ours, limit, ratio, pairs, plain, of_plain in (
             ("spill", row.write_bytes_per_second, row.write_limit_bytes_per_second,
-             row.write_ratio, row.write_ratios),
+             row.write_ratio, row.write_ratios, row.write_plain_bytes_per_second,
+             row.write_ratio_to_plain),
             ("cold read", row.read_bytes_per_second, row.read_limit_bytes_per_second,
-             row.read_ratio, row.read_ratios),
+             row.read_ratio, row.read_ratios, row.read_plain_bytes_per_second,
+             row.read_ratio_to_plain),
         ):  # fmt: skip
             verdict = "holds" if ratio >= BAR else "MISSED"
             print(
                 f"  {name:9} {ours / 1e9:6.2f} GB/s   {row.tool} {limit / 1e9:6.2f} GB/s   "
                 f"ratio {ratio:.2f} (pairs {pairs[0]:.2f} to {pairs[-1]:.2f})   bar {BAR} {verdict}"
+            )
+            print(
+                f"            plain loop over huge pages {plain / 1e9:5.2f} GB/s   {of_plain:.2f}"
             )
         costs = (("spill", row.write_checksum_cost), ("cold read", row.read_checksum_cost))
         for name, cost in costs:
