@@ -1,6 +1,7 @@
 """`tierd doctor`: each finding has a fix, and the exit code says the worst."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from tierd.cli import doctor
+from tierd.memory import regions
 
 
 def checks(outcome: Any) -> dict[str, dict[str, str]]:
@@ -45,6 +47,18 @@ def test_a_folder_without_direct_io_is_degraded(
     outcome = tierd("doctor", "--cold-dir", str(tmp_path), "--daemon", "/tmp/x.sock", "--json")
     assert outcome.code == 4
     assert checks(outcome)["direct I/O"]["health"] == "degraded"
+
+
+def test_a_kernel_without_huge_pages_on_request_is_degraded(
+    tierd: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    assert checks(tierd("doctor", "--cold-dir", str(tmp_path), "--json"))["huge pages"]["found"]
+    monkeypatch.setattr(regions, "make_huge", lambda fd, size_bytes: False)
+    outcome = tierd("doctor", "--cold-dir", str(tmp_path), "--json")
+    found = checks(outcome)["huge pages"]
+    assert found["health"] == "degraded" and "6.1" in found["fix"]
+    assert len(os.listdir("/proc/self/fd")) == fds
 
 
 def test_a_missing_package_names_its_extra() -> None:

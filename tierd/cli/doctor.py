@@ -24,6 +24,7 @@ from tierd.cli import checks, exits, options
 from tierd.cli.terminal import print_json, print_table, versioned
 from tierd.config import DaemonConfig, available_memory_bytes, check_memory, load_config
 from tierd.errors import TierdError
+from tierd.memory import regions
 from tierd.units import GIB, SECTOR_BYTES, format_size
 
 FREE_DISK_BYTES = 1 * GIB  # a 128k-token job of a 1B model spills about as much
@@ -84,6 +85,7 @@ def doctor(
 def _findings(cold_dir: Path | None, socket: str | None) -> Iterator[Finding]:
     yield from (_check_package(package, extra) for package, extra in PACKAGES.items())
     yield _check_memfd()
+    yield _check_huge_pages()
     yield _check_pidfd()
     yield _check_memlock()
     settings = {} if socket is None else {"service.socket": socket}
@@ -118,6 +120,23 @@ def _check_memfd() -> Finding:
             "sealed memfd", Health.FAILED, str(error.strerror), "run a Linux kernel of 5.1 or newer"
         )
     return Finding("sealed memfd", Health.OK, "available")
+
+
+def _check_huge_pages() -> Finding:
+    name, fd = "huge pages", -1
+    try:
+        fd = os.memfd_create("tierd-doctor", os.MFD_CLOEXEC)
+        os.ftruncate(fd, regions.HUGE_PAGE_BYTES)
+        if regions.make_huge(fd, regions.HUGE_PAGE_BYTES):
+            return Finding(name, Health.OK, "available to warm slabs")
+        found = "this kernel makes none on request, or has none left"
+    except OSError as error:
+        found = str(error.strerror)
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    fix = "run Linux 6.1 or newer; until then spills and cold reads take more, smaller requests"
+    return Finding(name, Health.DEGRADED, found, fix)
 
 
 def _check_pidfd() -> Finding:
