@@ -71,3 +71,19 @@ async def test_a_piece_that_waits_for_a_lane_runs_though_the_loop_is_busy():
     first_may_end.set()
     assert second_ran.wait(10.0)  # the loop, which is here, has taken in no report yet
     lanes.stop()
+
+
+def test_a_piece_that_waits_when_the_loop_is_closed_is_not_run():
+    hangs, ran, made = threading.Event(), [], []
+
+    async def begin() -> None:
+        lanes = ThreadLanes(1, ahead=1)
+        lanes.begin(lambda: hangs.wait(10.0), lambda: None)
+        lanes.begin(lambda: ran.append(1), lambda: None)
+        lanes.stop()
+        made.append(lanes)
+
+    asyncio.run(begin())
+    hangs.set()
+    made[0]._threads[0].join(5.0)
+    assert not made[0]._threads[0].is_alive() and not ran

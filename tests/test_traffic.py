@@ -59,3 +59,28 @@ async def test_a_spill_of_several_blocks_puts_a_layers_pages_side_by_side() -> N
         slots = [old.index.get(layer, block).place.slot for block in list(cold)[:4]]
         assert slots == list(range(slots[0], slots[0] + 4))
     intact(rig, old)
+
+
+@in_loop
+async def test_pages_come_up_in_as_few_reads_as_they_went_down_in(monkeypatch) -> None:
+    monkeypatch.setattr(traffic, "RUN_BYTES", 4 * INT8_SLOT)
+    rig = make(warm_blocks=16)
+    old, new = rig.session(), rig.session()
+    await demote(rig, old, range(1, 17))
+    await demote(rig, new, range(1, 17))
+    assert old.index.pages_in(Tier.WARM) == 0
+    rig.store.close_session(new.number, engine_id=1)
+    rig.settle()
+    reads: list[int] = []
+    read_slots = rig.store.placement.cold_files.read_slots
+
+    def counted(slab, slot, slot_bytes, buffers) -> None:  # type: ignore[no-untyped-def]
+        reads.append(len(buffers))
+        read_slots(slab, slot, slot_bytes, buffers)
+
+    monkeypatch.setattr(rig.store.placement.cold_files, "read_slots", counted)
+    task = await start(rig.mover.promote(1, old.number, range(1, 13)))
+    await turns(rig, task)
+    assert sum(reads) == 12 * LAYERS
+    assert max(reads) >= 4 and len(reads) <= 12 * LAYERS // 3
+    intact(rig, old)

@@ -70,7 +70,7 @@ class ThreadLanes:
         self._pieces.put((work, report))
 
     def stop(self) -> None:
-        """Begin no more; threads end after what they are at. Does not wait."""
+        """Begin no more; threads end after what was begun, or with the loop. Does not wait."""
         self._free = 0
         for _ in self._threads:
             self._pieces.put(None)
@@ -78,6 +78,8 @@ class ThreadLanes:
     def _work(self) -> None:
         while (piece := self._pieces.get()) is not None:
             work, report = piece
+            if self._loop.is_closed():  # a disk hung while the daemon ended: it is closed by now
+                return
             try:
                 work()
             finally:

@@ -45,6 +45,7 @@ from tierd.moves import Move
 from tierd.policy import NOTHING_IS_SAFE, Rank, Standing
 from tierd.sessions import Session
 from tierd.store import Store
+from tierd.traffic import LOOK_BYTES
 from tierd.types import CodecId, PageKey, SessionState, Tier
 from tierd.units import format_size
 from tierd.waiters import PARK_SECONDS_MAX, ParkWaiter, PromotionWaiter, RoomWaiter, Waiters
@@ -55,7 +56,6 @@ TICK_SECONDS = 0.05
 # 64 MiB/s is the slowest disk we promise for: a batch takes 1/16 s there, so that a
 # demand behind the ten batches of prefetch that the lanes take waits 5/8 s at most.
 BATCH_BYTES = 4 << 20
-LOOK_BYTES = 8 * BATCH_BYTES  # what the next batches may carry, so that a layer's pages meet
 SLOWEST_BYTES_PER_SECOND = 64 << 20
 IO_DEADLINE_SECONDS = 10.0  # 160 times a batch's time on the slowest disk
 RECORD_SECONDS = 1.0  # a write to the page cache takes well under a millisecond
@@ -375,8 +375,7 @@ class Mover:
     ) -> list[Move]:
         if self._store.ledger.failed:
             return []
-        ordered = self._traffic.in_runs(self._traffic.worth(keys, LOOK_BYTES))
-        keys = self._traffic.worth(ordered, need_bytes)
+        keys = self._traffic.worth(self._traffic.in_runs(keys), need_bytes)
         return self._begin_moves(keys, Tier.COLD, keeps_source=keeps_source)
 
     def _promote(self, session: Session, keys: Collection[PageKey], below: Rank) -> bool:

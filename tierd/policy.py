@@ -8,8 +8,10 @@ Pages leave warm in the order of their predicted next use, furthest first:
     running, longest ago first
 
 Within a session: oldest block first, all layers of it, so that each layer
-keeps the same share. Exact decode is a cyclic scan, where every fixed set is
-as good as any other and each recency rule (LRU and its kin) scores 0 hits.
+keeps the same share, but for a spill of several blocks that ends half-way (the
+mover takes a layer of all of them at a time, for they are read so). Exact
+decode is a cyclic scan, where every fixed set is as good as any other and each
+recency rule (LRU and its kin) scores 0 hits.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from tierd.types import PageKey, SessionState, Tier
 # A disk is at its full speed from about 1 MiB an I/O; where I/Os are counted, as with disks of
 # virtual machines, pages of 108 KiB read one by one come at half of it.
 RUN_BYTES = 1 << 20
+LOOK_BYTES = 32 << 20  # what the next batches may carry, so that a layer's pages meet
 
 
 class Traffic:
@@ -113,15 +114,16 @@ class Traffic:
         return chosen
 
     def in_runs(self, keys: Sequence[PageKey]) -> list[PageKey]:
-        """Return keys that stand block by block, reordered so that cold reads can be long.
+        """Return the first LOOK_BYTES of keys that stand block by block, so that I/Os can be long.
 
         A layer's pages of the next few blocks of a session follow one another, RUN_BYTES
         together: slots are given out in this order, and a step reads a layer at a time.
         """
         ordered: list[PageKey] = []
-        for _, found in groupby(keys, lambda key: key.session):
+        for _, found in groupby(self.worth(keys, LOOK_BYTES), lambda key: key.session):
             pages = list(found)
-            blocks_of_run = -(-RUN_BYTES // max(1, self.slots_bytes(pages[:1])))
+            # Of the last page, for the first block's are raw.
+            blocks_of_run = -(-RUN_BYTES // max(1, self.slots_bytes(pages[-1:])))
             blocks = dict.fromkeys(key.block for key in pages)
             group = {block: number // blocks_of_run for number, block in enumerate(blocks)}
             ordered += sorted(pages, key=lambda key: (group[key.block], key.layer, key.block))
@@ -132,7 +134,7 @@ class Traffic:
     ) -> dict[SlabPool, list[PageKey]]:
         """Return the first of a session's cold pages, to `limit_bytes`, by their warm pool."""
         pools: dict[SlabPool, list[PageKey]] = {}
-        for key in self.worth(keys, limit_bytes):
+        for key in self.worth(self.in_runs(keys), limit_bytes):
             page = session.index.get(key.layer, key.block)
             assert page is not None and page.place.tier is Tier.COLD, f"{key} is not cold"
             pool = self._placement.pool(Tier.WARM, session, page.place.codec)

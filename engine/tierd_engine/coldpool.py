@@ -81,25 +81,33 @@ class ColdPool:
         self._addresses: tuple[int, ...] = ()
         self._words = np.zeros(reading.WORDS, np.int64)
         self._chunks = np.zeros((chunks_max, reading.CHUNK_WORDS), np.int64)
+        self._pid = os.getpid()
         self._work_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
-        self._done_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._done_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError:
+            os.close(self._work_fd)
+            raise
         self._poll = select.poll()
         self._poll.register(self._done_fd, select.POLLIN)
         self._words[[reading.WORK, reading.DONE, reading.ONE]] = self._work_fd, self._done_fd, 1
         self._words[reading.CHUNKS] = self._chunks.ctypes.data
         self._first_share: list[int] = [0]
-        self._tail = 0
         self._table: list[IntArray] = []
         # Each thread holds all that it may touch, should it outlive the pool in a dead disk.
         held = (self._words, self._chunks, self._table, memory)
-        self._threads = [
-            threading.Thread(
-                target=_serve, args=(serve, self._words, held), name=f"tierd-cold-{i}", daemon=True
-            )
-            for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for i in range(threads):
+                args = (serve, self._words, held)
+                thread = threading.Thread(
+                    target=_serve, args=args, name=f"tierd-cold-{i}", daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError:  # the host gives no more threads
+            self.close()
+            raise
 
     def set_table(self, units: Sequence[Sequence[Sequence[Run]]], addresses: Sequence[int]) -> None:
         """Set what units consist of, shares of runs, and where the chunks are.
@@ -147,12 +155,18 @@ class ColdPool:
         assert not self._chunks[chunk, 0], "the chunk is being read into"
         if first == end:
             return
-        self._chunks[chunk] = end - first, 0
-        at = (self._tail + np.arange(end - first)) % len(self._queue)
+        tail = int(self._words[reading.TAIL])
+        at = (tail + np.arange(end - first)) % len(self._queue)
         self._queue[at, 0] = np.arange(first, end)
         self._queue[at, 1] = self._addresses[chunk]
         self._queue[at, 2] = chunk
-        self._tail += end - first
+        try:
+            self._chunks[chunk] = end - first, 0
+            self._words[reading.TAIL] = tail + end - first
+        except BaseException:  # an interrupt: nobody will read what nobody was offered
+            if self._words[reading.TAIL] == tail:
+                self._chunks[chunk] = 0
+            raise
         os.eventfd_write(self._work_fd, end - first)  # a system call: what is above comes first
 
     def wait(self, chunk: int, seconds_left: Callable[[], float]) -> bool:
@@ -172,13 +186,19 @@ class ColdPool:
     def skip(self, seconds_left: Callable[[], float]) -> None:
         """Read nothing more of what was submitted, and wait for what is under way."""
         self._words[reading.SKIP] = 1
+        # An interrupt may have come between entries and their tokens: more tokens do no harm.
+        untaken = self._words[reading.TAIL] - self._words[reading.NEXT]
+        os.eventfd_write(self._work_fd, 1 + int(untaken))
         for chunk in range(len(self._addresses)):
             self.wait(chunk, seconds_left)
         self._words[reading.SKIP] = 0
 
     def close(self) -> None:
-        """Let each thread end after its share. Idempotent. One that is stuck ends by itself."""
-        if self._words[reading.STOP]:
+        """Let each thread end after its share. Idempotent. One that is stuck ends by itself.
+
+        In a child of a fork it does nothing: the threads are the parent's.
+        """
+        if self._words[reading.STOP] or os.getpid() != self._pid:
             return
         self._words[reading.STOP] = 1
         os.eventfd_write(self._work_fd, len(self._threads))
@@ -191,9 +211,11 @@ class ColdPool:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the queue's counts add up."""
-        taken, left = int(self._words[reading.NEXT]), int(self._chunks[:, 0].sum())
-        assert taken <= self._tail, f"{taken=} {self._tail=}"
-        assert self._tail - taken <= left, f"{taken=} {self._tail=} {left=}"
+        # In this order: a share that is done meanwhile is one less in all that is read later.
+        left, taken = int(self._chunks[:, 0].sum()), int(self._words[reading.NEXT])
+        tail = int(self._words[reading.TAIL])
+        assert taken <= tail, f"{taken=} {tail=}"
+        assert tail - taken <= left, f"{taken=} {tail=} {left=}"
 
 
 _JOIN_SECONDS = 1.0  # what hangs longer is left to its thread, and its two fds with it

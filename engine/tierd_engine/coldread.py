@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -147,6 +148,8 @@ class ColdReader:
     ) -> None:
         self.ring, self._cuts_ring = ring, cuts_ring
         self._clock = clock
+        # Reads of Python's threads that may still write, whoever waits for them.
+        self._unsettled: set[Future[None]] = set()
         self._threads: WorkThreads | None = None  # both are made when they are first needed
         self._pool: ColdPool | None = None
         self._is_pooled = False  # the schedule is the pool's
@@ -165,7 +168,7 @@ class ColdReader:
     def set_schedule(self, units: Sequence[ColdUnit]) -> None:
         """Read `units` in this order, again and again. Drops what an older schedule read."""
         self._drain()
-        self._units, self._shares = units, [unit.shares() for unit in units]
+        self._units, self._shares = (), []
         self._issued_count = self._taken_count = self._released_count = 0
         sizes = (len(unit.pages) * unit.layout.slot_bytes for unit in units)
         largest_bytes = max(sizes, default=self.ring.chunk_bytes)
@@ -173,12 +176,14 @@ class ColdReader:
         if self._cuts_ring:
             self._chunk_bytes = largest_bytes
             self._chunks = min(self.ring.total_bytes // largest_bytes, CHUNKS_MAX)
-        self._is_pooled = bool(units) and self._set_pool()
+        self._shares = [unit.shares() for unit in units]
+        self._is_pooled = bool(units) and self._set_pool(units)
+        self._units = units
         self._fill()
 
-    def _set_pool(self) -> bool:
+    def _set_pool(self, units: Sequence[ColdUnit]) -> bool:
         """Give the schedule to the pool, if it can check these pages; say whether it can."""
-        checks = (page.verify for unit in self._units for page in unit.pages)
+        checks = (page.verify for unit in units for page in unit.pages)
         if self.on_verified is not None or not all(isinstance(c, SlotCheck) for c in checks):
             return False
         if self._pool is None:
@@ -187,8 +192,11 @@ class ColdReader:
 
             if not xxh3.is_there():
                 return False
-            self._pool = ColdPool(READ_THREADS, CHUNKS_MAX, self.ring)
-        table = zip(self._units, self._shares, strict=True)
+            try:
+                self._pool = ColdPool(READ_THREADS, CHUNKS_MAX, self.ring)
+            except (OSError, RuntimeError):  # no fds or no threads left: Python's may do
+                return False
+        table = zip(units, self._shares, strict=True)
         addresses = [self._address(chunk) for chunk in range(self._chunks)]
         self._pool.set_table([unit.pool_shares(shares) for unit, shares in table], addresses)
         return True
@@ -204,8 +212,9 @@ class ColdReader:
         chunk = self._taken_count % self._chunks
         start = self._clock()
         try:
-            if self._is_pooled and not self._pool_has_read(chunk):
-                futures = self._submit(unit, unit.shares(), self._views(unit, chunk))
+            if self._is_pooled and not self._pool_has_read(chunk, start):
+                shares = self._shares[self._taken_count % len(self._units)]
+                futures = self._submit(unit, shares, self._views(unit, chunk), tries=1)
             self._await(futures, start)
         finally:
             self.wait_seconds += self._clock() - start
@@ -227,15 +236,20 @@ class ColdReader:
         self._count(unit)
 
     def _await(self, futures: Sequence[Future[None]], start: float) -> None:
+        """Wait for all of them, then raise what the first that failed did."""
+        failed: PageMiss | PageDamaged | None = None
         for future in futures:
             try:
                 future.result(timeout=max(self._seconds_left(start), 0.0))
             except FutureTimeout:
                 raise _no_answer() from None
+            except (PageMiss, PageDamaged) as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
-    def _pool_has_read(self, chunk: int) -> bool:
+    def _pool_has_read(self, chunk: int, start: float) -> bool:
         assert self._pool is not None
-        start = self._clock()
         try:
             return self._pool.wait(chunk, lambda: self._seconds_left(start))
         except TimeoutError:
@@ -282,21 +296,25 @@ class ColdReader:
         return self.ring.base_address + chunk * self._chunk_bytes
 
     def _submit(
-        self, unit: ColdUnit, shares: Sequence[Sequence[Sequence[int]]], views: Sequence[memoryview]
+        self,
+        unit: ColdUnit,
+        shares: Sequence[Sequence[Sequence[int]]],
+        views: Sequence[memoryview],
+        *,
+        tries: int = _READS_PER_PAGE,
     ) -> list[Future[None]]:
         if self._threads is None:
             self._threads = WorkThreads(READ_THREADS, "tierd-cold", PageMiss)
-        return [
-            self._threads.submit(
-                partial(
-                    self._read_share,
-                    [[(unit.pages[number], views[number]) for number in run] for run in share],
-                )
-            )
-            for share in shares
-        ]
+        futures = []
+        for share in shares:
+            runs = [[(unit.pages[number], views[number]) for number in run] for run in share]
+            future = self._threads.submit(partial(self._read_share, runs, tries))
+            self._unsettled.add(future)
+            future.add_done_callback(self._unsettled.discard)
+            futures.append(future)
+        return futures
 
-    def _read_share(self, runs: Sequence[_Pieces]) -> None:
+    def _read_share(self, runs: Sequence[_Pieces], tries: int) -> None:
         """Read runs of neighbours, each together if that works, then verify every page.
 
         Page by page where it does not: that says which one is at fault.
@@ -304,35 +322,30 @@ class ColdReader:
         are_read = [_read_together(pieces) for pieces in runs]
         for pieces, is_read in zip(runs, are_read, strict=True):
             for page, into in pieces:
-                _read_page(page, into, is_read=is_read)
+                _read_page(page, into, is_read=is_read, tries=tries)
                 if self.on_verified is not None:
                     self.on_verified(page, into)
 
     def _drain(self) -> None:
-        pending = [future for futures in self._issued for future in futures]
+        """Wait until nothing writes to the ring. Raises DeadlineExceeded; it may be called again.
+
+        The outcome of a read that nobody takes any more does not matter.
+        """
         self._issued.clear()
-        for future in pending:
-            future.cancel()
+        running = [future for future in tuple(self._unsettled) if not future.cancel()]
         start = self._clock()
-        if self._pool is not None:
-            try:
+        try:
+            if self._pool is not None:
                 self._pool.skip(lambda: self._seconds_left(start))
-            except TimeoutError:
-                raise DeadlineExceeded("cold tier: a read did not end in time") from None
-        for future in pending:
-            if future.cancelled():
-                continue
-            try:
-                # The outcome of a read that nobody takes any more does not matter.
-                future.exception(timeout=max(self._seconds_left(start), 0.0))
-            except FutureTimeout:
-                raise DeadlineExceeded("cold tier: a read did not end in time") from None
+            if wait_for(running, max(self._seconds_left(start), 0.0)).not_done:
+                raise TimeoutError
+        except TimeoutError:
+            raise DeadlineExceeded("cold tier: a read did not end in time") from None
 
     def close(self) -> None:
         """Stop reading. A read stuck in the kernel is left to end by itself."""
-        for futures in self._issued:
-            for future in futures:
-                future.cancel()
+        for future in tuple(self._unsettled):
+            future.cancel()
         if self._threads is not None:
             self._threads.stop()
         if self._pool is not None:
@@ -363,14 +376,14 @@ def _read_together(pieces: _Pieces) -> bool:
         return False
 
 
-def _read_page(page: ColdPage, into: memoryview, *, is_read: bool) -> None:
-    for attempt in range(_READS_PER_PAGE):
+def _read_page(page: ColdPage, into: memoryview, *, is_read: bool, tries: int) -> None:
+    for attempt in range(tries):
         if attempt or not is_read:
             _read_whole(page, into)
         try:
             page.verify(into)
         except PageDamaged:
-            if attempt + 1 == _READS_PER_PAGE:
+            if attempt + 1 == tries:
                 raise
         else:
             return

@@ -233,3 +233,84 @@ def test_xxhashs_functions_are_what_its_package_says() -> None:
         assert same
         digest[rng.integers(16)] ^= 1 << rng.integers(8)
         assert not call(data.ctypes.data, int(size), digest.ctypes.data)[1]
+
+
+def test_counts_add_up_whenever_they_are_looked_at(file, reader) -> None:
+    reader.set_schedule(file.cold_units())
+    for _ in range(300):
+        for _ in range(20):
+            reader.check_integrity()
+        reader.take()
+        reader.release()
+
+
+def test_tokens_too_many_wake_threads_for_nothing(file, reader) -> None:
+    reader.set_schedule(file.cold_units())
+    for i in range(14):
+        os.eventfd_write(reader._pool._work_fd, 50)
+        first = i % 7 * PAGES
+        assert taken(reader) == payloads(file, first, first + 1, first + 2)
+
+
+def test_a_forked_child_that_closes_the_reader_leaves_the_parents_threads(file, reader) -> None:
+    reader.set_schedule(file.cold_units())
+    reader.take()
+    child = os.fork()
+    if not child:
+        reader._pool.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    reader.release()
+    for i in range(1, 15):
+        first = i % 7 * PAGES
+        assert taken(reader) == payloads(file, first, first + 1, first + 2)
+
+
+@pytest.mark.parametrize("what", ["eventfd", "thread"])
+def test_where_no_pool_can_be_made_python_reads_and_nothing_leaks(
+    file, reader, monkeypatch, what
+) -> None:
+    made: list[int] = []
+
+    def second_fails(real: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            made.append(1)
+            if len(made) == 2:
+                raise OSError(24, "no more") if what == "eventfd" else RuntimeError("no more")
+            return real(*args, **options)
+
+        return call
+
+    fds, threads = len(os.listdir("/proc/self/fd")), set(threading.enumerate())
+    with monkeypatch.context() as patch:
+        if what == "eventfd":
+            patch.setattr(os, "eventfd", second_fails(os.eventfd))
+        else:
+            patch.setattr(threading.Thread, "start", second_fails(threading.Thread.start))
+            patch.setattr(coldread.ColdReader, "_fill", lambda reader: None)
+        reader.set_schedule(file.cold_units())
+    assert not reader._is_pooled
+    assert len(os.listdir("/proc/self/fd")) == fds
+    assert not [t for t in set(threading.enumerate()) - threads if t.is_alive()]
+    reader._fill()
+    assert taken(reader) == payloads(file, 0, 1, 2)
+
+
+def test_a_thread_that_hangs_in_a_read_holds_the_ring_until_it_ends(
+    file, reader, monkeypatch
+) -> None:
+    monkeypatch.setattr(coldread, "READ_DEADLINE_SECONDS", 0.2)
+    monkeypatch.setattr(coldread, "READ_THREADS", 1)
+    units = file.cold_units()
+    reader.set_schedule(units)
+    for _ in range(3):
+        reader.take()
+        reader.release()
+    pool = reader._pool
+    pool._chunks[0, 0] += 1  # a share of chunk 0 that does not come back
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded):
+            reader.set_schedule(units)
+    pool._chunks[0, 0] -= 1
+    reader.set_schedule(units)
+    assert taken(reader) == payloads(file, 0, 1, 2)

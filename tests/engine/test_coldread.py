@@ -245,3 +245,59 @@ def test_payload_addresses_skip_the_header(slab: int) -> None:
         LAYOUT.slot_bytes + HEADER_BYTES,
     ]
     reader.close()
+
+
+def test_a_late_read_of_a_unit_that_failed_writes_into_no_later_one(
+    slab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ring is used again only when all that was begun has ended."""
+    late, preadv, armed = threading.Event(), os.preadv, [True]
+
+    def slow(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset == 2 * LAYOUT.slot_bytes and armed:
+            armed.clear()
+            late.wait(5)
+        return preadv(fd, buffers, offset)
+
+    def refuse(_: memoryview) -> None:
+        late_soon = threading.Timer(0.3, late.set)
+        late_soon.start()
+        raise PageDamaged("digest", layer=0, block=0)
+
+    monkeypatch.setattr(coldread, "SHARE_BYTES", 1)
+    monkeypatch.setattr(os, "preadv", slow)
+    reader = _reader()
+    reader.set_schedule([ColdUnit(LAYOUT, (_page(slab, 0, refuse), _page(slab, 2)))])
+    with pytest.raises(PageDamaged):
+        reader.take()
+    reader.set_schedule([_unit(slab, 8, 9)])
+    addresses = reader.take()
+    assert late.is_set()
+    assert _first_bytes(addresses) == [8, 9]
+    assert not reader._unsettled
+    reader.close()
+
+
+def test_a_stuck_read_holds_every_later_schedule_up(
+    slab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, stuck, preadv = threading.Event(), threading.Event(), os.preadv
+
+    def hang(fd: int, buffers: list[memoryview], offset: int) -> int:
+        started.set()
+        stuck.wait(30)
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", hang)
+    monkeypatch.setattr(coldread, "READ_DEADLINE_SECONDS", 0.1)
+    reader = _reader()
+    reader.set_schedule([_unit(slab, 0, 1)])
+    assert started.wait(5)
+    for _ in range(3):
+        with pytest.raises(DeadlineExceeded):
+            reader.set_schedule([_unit(slab, 8, 9)])
+    stuck.set()
+    monkeypatch.setattr(coldread, "READ_DEADLINE_SECONDS", 10.0)
+    reader.set_schedule([_unit(slab, 8, 9)])
+    assert _first_bytes(reader.take()) == [8, 9]
+    reader.close()

@@ -183,7 +183,7 @@ class PosixDisk:
         return os.open(_base(name), flags, 0o600, dir_fd=self._dir_fd(name))
 
     def _dir_fd(self, name: str) -> int:
-        return self._folder_fds[folder_of(name)]
+        return self._folder_fd(folder_of(name))
 
     def create(self, name: str, size_bytes: int) -> int:
         """Make a file of `size_bytes`, allocated. Raises StorageFull, StorageError."""
@@ -288,7 +288,7 @@ class PosixDisk:
         if self.ephemeral:
             return
         with self._errors(f", {folder}, sync"):
-            os.fsync(self._folder_fds[folder])
+            os.fsync(self._folder_fd(folder))
         self.require_there()
 
     def require_there(self) -> None:

@@ -56,6 +56,18 @@ def _swap(operation: str) -> Any:
     return swap
 
 
+@intrinsic
+def replace_word(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Set the word to `value` if it is `expected`; return whether it was."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = pointer_to(builder, args[0], _I64)
+        pair = builder.cmpxchg(pointer, args[1], args[2], "seq_cst", "seq_cst")
+        return builder.extract_value(pair, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), codegen
+
+
 exchange = _swap("xchg")  # set the word, return what was there
 add_word = _swap("add")  # add to the word, return what was there
 

@@ -22,14 +22,22 @@ from numba.extending import intrinsic
 
 from tierd.codec.intrinsics import as_array
 from tierd.disk.header import CHECKSUM_OFFSET, DIGEST_OFFSET, HEADER_BYTES
-from tierd_engine.attention.atomics import add_word, give_token, load_word, store_word, take_token
+from tierd_engine.attention.atomics import (
+    add_word,
+    give_token,
+    load_word,
+    replace_word,
+    store_word,
+    take_token,
+)
 from tierd_engine.attention.compiling import step
 from tierd_engine.attention.xxh3 import xxh3_64, xxh3_128_at
 
-# Words of a pool. STOP: threads end. SKIP: shares count as done, unread. NEXT: of the queue's
-# entries the next to be taken. WORK, DONE: eventfds. PAGES, RUNS, SHARES: addresses of the table.
-STOP, SKIP, NEXT, WORK, DONE, ONE, PAGES, RUNS, SHARES, QUEUE, QUEUE_MASK, CHUNKS = range(12)
-WORDS = 12
+# Words of a pool. STOP: threads end. SKIP: shares count as done, unread. NEXT, TAIL: of the queue's
+# entries the next to be taken, and the next to be made. WORK, DONE: eventfds; a token of WORK more
+# than there are entries wakes a thread for nothing. PAGES, RUNS, SHARES: addresses of the table.
+STOP, SKIP, NEXT, TAIL, WORK, DONE, ONE, PAGES, RUNS, SHARES, QUEUE, QUEUE_MASK, CHUNKS = range(13)
+WORDS = 13
 PAGE_WORDS, RUN_WORDS, SHARE_WORDS = 3, 6, 2
 ENTRY_WORDS = 3  # of the queue: share, address of its chunk, its number
 CHUNK_WORDS = 2  # shares not yet done, whether one of them failed
@@ -92,13 +100,26 @@ def _read_share(pool: Any, share: Any, chunk: Any) -> Any:
     return True
 
 
+@step
+def _take_place(pool: Any) -> Any:
+    """Return the place of an entry that is now the caller's, or -1 where none is left."""
+    while True:
+        ticket = load_word(pool + 8 * NEXT)
+        if ticket >= load_word(pool + 8 * TAIL):
+            return -1
+        if replace_word(pool + 8 * NEXT, ticket, ticket + 1):
+            return ticket & load_word(pool + 8 * QUEUE_MASK)
+
+
 def serve(pool: Any, token: Any) -> None:
     """Take shares from the queue and read them until the pool stops. `token`: 8 bytes to use."""
     while True:
         take_token(load_word(pool + 8 * WORK), token)
         if load_word(pool + 8 * STOP):
             return
-        place = add_word(pool + 8 * NEXT, 1) & load_word(pool + 8 * QUEUE_MASK)
+        place = _take_place(pool)
+        if place < 0:
+            continue
         entry = as_array(
             load_word(pool + 8 * QUEUE) + place * 8 * ENTRY_WORDS, ENTRY_WORDS, np.int64
         )

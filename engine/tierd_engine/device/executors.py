@@ -315,8 +315,10 @@ class DeviceExecutors:
 
     def warm_up(self, codecs: Collection[CodecId]) -> None:
         """Compile what the CPU's share needs, so that no step waits for it."""
+        from tierd_engine import coldpool
         from tierd_engine.attention.cpu import prepare
 
+        coldpool.warm_up()
         layouts = [page_layout(self.geometry, codec) for codec in sorted({CodecId.RAW, *codecs})]
         for layout in layouts:
             prepare(layout, self.heads)
