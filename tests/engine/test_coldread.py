@@ -127,13 +127,13 @@ def test_a_bit_flipped_on_the_way_is_cured_by_the_second_read(slab: int) -> None
     reader.close()
 
 
-def _reads(monkeypatch: pytest.MonkeyPatch, slab: int) -> list[tuple[int, int]]:
-    """Return where (slot, slots) of the reads of `slab` to come are noted."""
+def _reads(monkeypatch: pytest.MonkeyPatch, *fds: int) -> list[tuple[int, int]]:
+    """Return where (slot, slots) of the reads of `fds` to come are noted."""
     reads, preadv = [], os.preadv
 
     def noted(fd: int, buffers: list[memoryview], offset: int) -> int:
         size = LAYOUT.slot_bytes
-        if fd == slab:  # threads of an earlier reader may be at their last read
+        if fd in fds:  # threads of an earlier reader may be at their last read
             reads.append((offset // size, sum(map(len, buffers)) // size))
         return preadv(fd, buffers, offset)
 
@@ -155,7 +155,7 @@ def test_neighbours_in_number_alone_or_in_another_file_are_not_read_together(
     slab: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = os.open(tmp_path / "slab", os.O_RDONLY)
-    reads, reader = _reads(monkeypatch, slab), _reader()
+    reads, reader = _reads(monkeypatch, slab, other), _reader()
     reader.set_schedule([ColdUnit(LAYOUT, (_page(slab, 1), _page(other, 2), _page(other, 3)))])
     assert _first_bytes(reader.take()) == [1, 2, 3]
     assert sorted(reads) == [(1, 1), (2, 2)]
