@@ -283,11 +283,11 @@ def test_where_no_pool_can_be_made_python_reads_and_nothing_leaks(
 
     fds, threads = len(os.listdir("/proc/self/fd")), set(threading.enumerate())
     with monkeypatch.context() as patch:
+        patch.setattr(coldread.ColdReader, "_fill", lambda reader: None)
         if what == "eventfd":
             patch.setattr(os, "eventfd", second_fails(os.eventfd))
         else:
             patch.setattr(threading.Thread, "start", second_fails(threading.Thread.start))
-            patch.setattr(coldread.ColdReader, "_fill", lambda reader: None)
         reader.set_schedule(file.cold_units())
     assert not reader._is_pooled
     assert len(os.listdir("/proc/self/fd")) == fds
