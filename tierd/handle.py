@@ -185,16 +185,24 @@ class SessionHandle:
         )
         self._client.call(self._client.sessions_stub.Truncate, request)
 
-    def suspend(self, token_ids: npt.NDArray[np.uint32], sealed_blocks: int) -> None:
+    def suspend(
+        self,
+        token_ids: npt.NDArray[np.uint32],
+        sealed_blocks: int,
+        *,
+        wait_seconds: float = SUSPEND_SECONDS,
+    ) -> None:
         """Leave the session to the daemon: token ids uint32 [tokens], and its sealed blocks.
 
         Every page of these blocks must be committed: PageMiss names one that
         is not. Where the daemon's cold tier outlives it, this returns when all of
         it is on disk; TierFull and StorageError leave the session with this client.
+        `wait_seconds`: how long a daemon may stand still, beyond the time of writing.
         The handle is closed after this.
         """
         size_bytes = sealed_blocks * self.namespace.geometry.block_bytes
-        seconds = min(SUSPEND_SECONDS + size_bytes / SLOWEST_BYTES_PER_SECOND, SUSPEND_SECONDS_MAX)
+        wait_seconds = max(wait_seconds, SUSPEND_SECONDS)
+        seconds = min(wait_seconds + size_bytes / SLOWEST_BYTES_PER_SECOND, SUSPEND_SECONDS_MAX)
         request = wire.request(
             pb.SuspendRequest,
             session=self.number,

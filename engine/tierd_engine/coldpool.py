@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import os
 import select
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,8 +29,10 @@ from numba import types
 from tierd.codec.compiling import Compiled, compile_cached
 from tierd.disk import header
 from tierd.disk.header import SlotCheck
+from tierd.errors import TierdError
 from tierd_engine.attention import reading, xxh3
 from tierd_engine.attention.compiling import KERNEL_SOURCES
+from tierd_engine.workthreads import start_threads
 
 IntArray = npt.NDArray[np.int64]
 _SOURCES = (*KERNEL_SOURCES, *(Path(str(module.__file__)) for module in (xxh3, reading, header)))
@@ -96,17 +97,15 @@ class ColdPool:
         self._table: list[IntArray] = []
         # Each thread holds all that it may touch, should it outlive the pool in a dead disk.
         held = (self._words, self._chunks, self._table, memory)
-        self._threads: list[threading.Thread] = []
         try:
-            for i in range(threads):
-                args = (serve, self._words, held)
-                thread = threading.Thread(
-                    target=_serve, args=args, name=f"tierd-cold-{i}", daemon=True
-                )
-                thread.start()
-                self._threads.append(thread)
-        except RuntimeError:  # the host gives no more threads
-            self.close()
+            self._threads = (
+                start_threads(lambda: _serve(serve, self._words, held), threads, "tierd-cold")
+                if threads
+                else []
+            )
+        except TierdError:
+            os.close(self._work_fd)
+            os.close(self._done_fd)
             raise
 
     def set_table(self, units: Sequence[Sequence[Sequence[Run]]], addresses: Sequence[int]) -> None:

@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from tierd.codec.layout import HEADER_BYTES, PageLayout
 from tierd.disk.header import SlotCheck
-from tierd.errors import DeadlineExceeded, PageDamaged, PageMiss
+from tierd.errors import DeadlineExceeded, PageDamaged, PageMiss, TierdError
 from tierd_engine.staging import StagingRing
 from tierd_engine.workthreads import WorkThreads
 
@@ -194,7 +194,7 @@ class ColdReader:
                 return False
             try:
                 self._pool = ColdPool(READ_THREADS, CHUNKS_MAX, self.ring)
-            except (OSError, RuntimeError):  # no fds or no threads left: Python's may do
+            except (OSError, TierdError):  # no fds or no threads left: Python's may do
                 return False
         table = zip(units, self._shares, strict=True)
         addresses = [self._address(chunk) for chunk in range(self._chunks)]

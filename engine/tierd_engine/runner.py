@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -45,6 +45,8 @@ from tierd_engine.report import JobReport, build_report
 from tierd_engine.session import SessionKV
 from tierd_engine.sizing import JobSizes, check_daemon_room, check_length, size_tiers
 from tierd_engine.weightonly import Weights, apply_weights
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,9 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
         raise InvalidArgument("--weights int8 runs on the CPU: give --device cpu, or leave it out")
     if spec.max_new_tokens < 1:
         raise InvalidArgument(f"max-new-tokens is {spec.max_new_tokens}, must be at least 1")
-    held = _held_session(spec.resume, socket) if spec.resume is not None else None
+    held = None
+    if spec.resume is not None:
+        held = _held_session(spec.resume, socket, spec.rejoin_seconds)
     folder = hf.resolve_model(spec.model)
     config = hf.load_config(folder, spec.rope_scaling)
     shape = hf.model_shape(config)
@@ -200,8 +204,8 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
         kept=spec.keeps,
     )
     if socket is not None:
-        with Client.connect(socket, kind="tool") as client:
-            check_daemon_room(sizes, client.stats(), resumed=held is not None)
+        stats = _asked(socket, spec.rejoin_seconds, lambda client: client.stats())
+        check_daemon_room(sizes, stats, resumed=held is not None)
     namespace = hf.namespace_for(
         folder,
         shape,
@@ -217,12 +221,24 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
     )  # fmt: skip
 
 
-def _held_session(session_id: str, socket: str | None) -> dict[str, Any]:
+def _asked(socket: str, rejoin_seconds: float, ask: Callable[[Client], T]) -> T:
+    """Return what a daemon says that answered a moment ago; the next one's, if it has died."""
+    give_up_at = time.monotonic() + rejoin_seconds
+    while True:
+        try:
+            with Client.connect(socket, kind="tool") as client:
+                return ask(client)
+        except DaemonUnavailable as error:
+            if isinstance(error, DeadlineExceeded) or time.monotonic() >= give_up_at:
+                raise
+        time.sleep(AGAIN_SECONDS)
+
+
+def _held_session(session_id: str, socket: str | None, rejoin_seconds: float) -> dict[str, Any]:
     """Return the daemon's row of a suspended session. Raises NotFound, InvalidArgument."""
     if socket is None:
         raise InvalidArgument("a session can be resumed only from the daemon that keeps it")
-    with Client.connect(socket, kind="tool") as client:
-        row = client.session(session_id)
+    row = _asked(socket, rejoin_seconds, lambda client: client.session(session_id))
     if row["state"] != SessionState.SUSPENDED:
         raise InvalidArgument(f"session {session_id} is {row['state']}, not suspended")
     return row
@@ -294,6 +310,16 @@ def use_all_cores() -> None:
     numba.set_num_threads(min(cores, numba.config.NUMBA_NUM_THREADS))
     # After Numba: starting its threads sets torch's count to its own.
     torch.set_num_threads(cores)
+
+
+class NotKept(TierdError):
+    """A job is done, but its session is not kept as it should be. `report` is the job's."""
+
+    def __init__(self, report: JobReport, error: TierdError) -> None:
+        super().__init__(str(error))
+        self.report = report
+        report.sections["session"]["kept"] = False
+        self.exit_code = error.exit_code
 
 
 def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
@@ -402,7 +428,7 @@ def _run_session(
 ) -> JobReport:
     generator = Generator(model, kv)
     generator.note = events.note
-    before = kv.link.run(client.stats)
+    before = kv.link.run(client.stats, repeatable=True)
     ids = job.prompt_ids
     if job.spec.resume is not None:
         held = [int(token) for token in kv.handle.token_ids]
@@ -422,14 +448,17 @@ def _run_session(
         events.note("verifying against the model's own full-precision cache")
         events.working("verifying")
         fidelity = compare_with_own_cache(model, prompt_ids, new_ids, kept)
-    stats = before, kv.link.run(client.stats)
+    stats = before, kv.link.run(client.stats, repeatable=True)
     report = build_report(job, stats, generator, timings, len(new_ids), text, fidelity)
     if job.spec.keeps:
         try:
             kv.suspend(np.array([*prompt_ids, *new_ids], dtype=np.uint32))
-        except (KeyboardInterrupt, DaemonUnavailable):
-            # Asked, and not answered: nobody would look for what is never evicted.
-            events.note(f"session {kv.handle.id} may be kept now; tierd sessions says so")
+        except (KeyboardInterrupt, TierdError) as error:
+            if not isinstance(error, TierdError) or isinstance(error, DaemonUnavailable):
+                # Asked, and not answered: nobody would look for what is never evicted.
+                events.note(f"session {kv.handle.id} may be kept now; tierd sessions says so")
+            if isinstance(error, TierdError):
+                raise NotKept(report, error) from error
             raise
     return report
 

@@ -437,7 +437,11 @@ class SessionKV:
         self.cancel()
         sealed = sorted(block for block in self._hot if block < self.sealed_blocks)
         self._demote(sealed, len(sealed), include_first=True)
-        self.link.run(lambda: self.handle.suspend(token_ids, self.sealed_blocks))
+        self.link.run(
+            lambda: self.handle.suspend(
+                token_ids, self.sealed_blocks, wait_seconds=self.link.rejoin_seconds
+            )
+        )
         for block in list(self._hot):
             self.drop(block)
 

@@ -11,16 +11,43 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from tierd.errors import TierdError
+
+# What these threads do needs little; the usual 8 MiB each would count under `ulimit -v`.
+STACK_BYTES = 1 << 20
+
+
+def start_threads(work: Callable[[], None], count: int, name: str) -> list[threading.Thread]:
+    """Return `count` daemon threads that do `work`, or as many as the host gives.
+
+    Raises TierdError where it gives none.
+    """
+    threads: list[threading.Thread] = []
+    usual_bytes = threading.stack_size(STACK_BYTES)
+    try:
+        for i in range(count):
+            thread = threading.Thread(target=work, name=f"{name}-{i}", daemon=True)
+            thread.start()
+            threads.append(thread)
+    except RuntimeError as error:
+        if not threads:
+            raise TierdError(f"the host gives no more threads (ulimit -u): {error}") from error
+    finally:
+        threading.stack_size(usual_bytes)
+    return threads
+
 
 class WorkThreads:
-    """`count` threads. Errors other than `expected` end their thread too: they are bugs."""
+    """`count` threads, or as many as there are.
+
+    Errors other than `expected` end their thread too: they are bugs.
+    """
 
     def __init__(self, count: int, name: str, expected: type[Exception]) -> None:
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None]
         self._queue = queue.SimpleQueue()
-        self._count, self._expected = count, expected
-        for i in range(count):
-            threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True).start()
+        self._expected = expected
+        self._count = len(start_threads(self._work, count, name))
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
         """Return the future of `work`, which starts when a thread is free."""

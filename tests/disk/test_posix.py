@@ -295,6 +295,17 @@ def test_a_closed_disk_says_so_to_who_looks_at_its_space(named) -> None:
             look()
 
 
+def test_a_file_that_somebody_removed_is_not_said_to_be_durable(named) -> None:
+    handle, other = named.create("slab/00000001", SIZE), named.create("slab/00000002", SIZE)
+    named.sync(handle)
+    (Path(named.folder) / "slab/00000001").unlink()
+    with pytest.raises(StorageError, match="somebody removed slab/00000001"):
+        named.sync(handle)
+    named.sync(other)
+    named.remove("slab/00000002")  # we, and knowingly
+    named.sync(other)
+
+
 # -- names --------------------------------------------------------------------------
 
 

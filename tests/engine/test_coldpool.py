@@ -275,7 +275,7 @@ def test_where_no_pool_can_be_made_python_reads_and_nothing_leaks(
     def second_fails(real: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
             made.append(1)
-            if len(made) == 2:
+            if len(made) == (2 if what == "eventfd" else 1):
                 raise OSError(24, "no more") if what == "eventfd" else RuntimeError("no more")
             return real(*args, **options)
 
@@ -294,6 +294,23 @@ def test_where_no_pool_can_be_made_python_reads_and_nothing_leaks(
     assert not [t for t in set(threading.enumerate()) - threads if t.is_alive()]
     reader._fill()
     assert taken(reader) == payloads(file, 0, 1, 2)
+
+
+def test_fewer_threads_than_wanted_do(file, reader, monkeypatch) -> None:
+    real, made = threading.Thread.start, []
+
+    def third_fails(thread: threading.Thread) -> None:
+        made.append(thread)
+        if len(made) == 3:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", third_fails)
+    reader.set_schedule(file.cold_units())
+    assert reader._is_pooled and len(reader._pool._threads) == 2
+    for i in range(14):
+        first = i % 7 * PAGES
+        assert taken(reader) == payloads(file, first, first + 1, first + 2)
 
 
 def test_a_thread_that_hangs_in_a_read_holds_the_ring_until_it_ends(

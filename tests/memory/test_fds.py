@@ -2,6 +2,7 @@
 
 import array
 import os
+import resource
 import socket
 
 import msgpack
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tierd.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument
+from tierd.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument, StorageError
 from tierd.memory.fds import (
     FDS_MAX,
     MESSAGE_BYTES_MAX,
@@ -174,3 +175,19 @@ def test_sending_to_a_peer_that_does_not_read_ends(pair, patience_seconds, kind)
 
 def test_peer_credentials_are_the_peers(pair) -> None:
     assert peer_credentials(pair[0]) == (os.getpid(), os.getuid(), os.getgid())
+
+
+def test_who_may_open_no_more_files_is_told_so(pair, fds) -> None:
+    ours, theirs = pair
+    send_message(ours, {"a": 1}, fds[:4])
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first_free = os.dup(0)
+    os.close(first_free)
+    before = open_fds()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (first_free + 2, usual[1]))
+        with pytest.raises(StorageError, match="too many open files"):
+            receive_message(theirs)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+    assert open_fds() == before

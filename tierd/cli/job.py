@@ -80,15 +80,20 @@ def run_job_command(
 
             check_model(model)
             placement.check()
-            from tierd_engine.runner import prepare_job, run_job
+            from tierd_engine.runner import NotKept, prepare_job, run_job
         events.working("reading the model and the prompt (a .gguf file is converted once)")
         job = prepare_job(make_spec(), placement.daemon)
         short = _short_document(job)
         if short and not quiet:
             events.note(short)
         hot_bytes = job.sizes.hot_bytes if job.device == "cpu" else 0
-        with _daemon_for(placement, job.sizes, hot_bytes) as socket:
-            report = run_job(job, socket=socket, events=events).to_dict()
+        try:
+            with _daemon_for(placement, job.sizes, hot_bytes) as socket:
+                report = run_job(job, socket=socket, events=events).to_dict()
+        except NotKept as error:
+            if display.as_json:  # else the answer stands there already
+                print_json({**error.report.to_dict(), "error": str(error)})
+            raise
         if job.spec.keeps and not quiet:
             events.note(_kept(report))
     if job.spec.keeps and display.quiet and not display.as_json:

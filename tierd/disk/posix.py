@@ -328,7 +328,10 @@ class PosixDisk:
         """Make what was written to a file durable. Raises StorageError, StorageFull."""
         with self._errors(", sync"), self._using(handle) as file:
             os.fdatasync(file.fd)
-        self.require_there()
+            self.require_there()
+            with self._naming:  # so that it was not us
+                if file.name and os.fstat(file.fd).st_nlink == 0:
+                    raise OSError(errno.ENOENT, f"somebody removed {file.name}: it is not kept")
 
     def reader_fd(self, handle: int) -> int:
         """Return an fd opened for reading alone; it stays the disk's."""
@@ -356,6 +359,7 @@ class PosixDisk:
                 if file.name:
                     with contextlib.suppress(OSError):
                         os.unlink(_base(file.name), dir_fd=self._dir_fd(file.name))
+                    file.name = ""
 
     @contextlib.contextmanager
     def _using(self, handle: int) -> Iterator[_File]:

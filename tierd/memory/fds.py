@@ -15,7 +15,7 @@ from typing import Any
 
 import msgpack
 
-from tierd.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument
+from tierd.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument, StorageError
 
 MESSAGE_BYTES_MAX = 64 * 1024
 FDS_MAX = 16
@@ -46,8 +46,9 @@ def send_message(sock: socket.socket, message: dict[str, Any], fds: Sequence[int
 def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Return one packet's map and fds, now the caller's; None when the peer has closed.
 
-    Raises InvalidArgument for a packet that is not of this form, BlockingIOError
-    on a non-blocking socket without one, TimeoutError at the socket's timeout.
+    Raises StorageError where this process may open no more files, InvalidArgument for a
+    packet that is not of this form, BlockingIOError on a non-blocking socket without one,
+    TimeoutError at the socket's timeout.
     """
     try:
         data, ancillary, flags, _ = sock.recvmsg(
@@ -59,6 +60,8 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | N
     try:
         if not data and not fds:
             return None
+        if flags & socket.MSG_CTRUNC and len(fds) < FDS_MAX:
+            raise StorageError("too many open files (ulimit -n): no room for what is handed over")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise InvalidArgument("a message is larger than allowed")
         return _unpack(data), fds
