@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tierd.cli import main
+from tierd.errors import TierdError
 
 REPORT: dict[str, Any] = {
     "version": 1,
@@ -74,6 +75,15 @@ def _modelcheck(world: FakeWorld) -> ModuleType:
     return module
 
 
+class NotKept(TierdError):
+    """As the runner's."""
+
+    def __init__(self, report: dict[str, Any], message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.report = SimpleNamespace(to_dict=lambda: report)
+        self.exit_code = exit_code
+
+
 def _runner(world: FakeWorld) -> ModuleType:
     def prepare_job(spec: Any, socket: str | None = None) -> Any:
         world.specs.append(spec)
@@ -97,6 +107,7 @@ def _runner(world: FakeWorld) -> ModuleType:
     module.JobSpec = _Spec  # type: ignore[attr-defined]
     module.prepare_job = prepare_job  # type: ignore[attr-defined]
     module.run_job = run_job  # type: ignore[attr-defined]
+    module.NotKept = NotKept  # type: ignore[attr-defined]
     return module
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.conftest import NotKept
 from tierd.cli import checks
 
 
@@ -194,3 +195,24 @@ def test_a_signal_unwinds_the_job_with_its_exit_code(tierd: Any, world: Any, num
     assert outcome.code == 128 + number
     assert outcome.err == "tierd: interrupted\n"
     assert signal.getsignal(number) is handler
+
+
+@pytest.mark.parametrize("option", ["--json", "--quiet", None])
+def test_a_job_that_could_not_be_kept_still_gives_its_answer(
+    tierd: Any, world: Any, tmp_path: Path, option: str | None
+) -> None:
+    path = document(tmp_path)
+
+    def fail(events: object) -> None:
+        raise NotKept(world.report, "the disk is full", 3)
+
+    world.during_job = fail
+    job = ["--model", "M", "--document", path, "--prompt", "Why?"]
+    words = ["generate", *job, "--daemon", "/s", "--keep"]
+    outcome = tierd(*words, *([option] if option else []))
+    assert outcome.code == 3 and "the disk is full" in outcome.err
+    if option == "--json":
+        found = json.loads(outcome.out)
+        assert found["text"] == world.report["text"] and found["error"] == "the disk is full"
+    else:
+        assert "It asserts." in outcome.out
