@@ -140,7 +140,7 @@ class FakeDaemon:
             array[:, first_block:] = 0
         self.table.touch()
 
-    def suspend(self, token_ids: Any, sealed_blocks: int) -> None:
+    def suspend(self, token_ids: Any, sealed_blocks: int, *, wait_seconds: float = 0.0) -> None:
         self.suspended = (list(token_ids), sealed_blocks)
 
     def close(self) -> None:
