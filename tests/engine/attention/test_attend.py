@@ -211,8 +211,9 @@ def test_scores_far_apart_pick_one_token_and_do_not_overflow() -> None:
         expected = attend_reference(
             case.q, case.pages.keys[page][:, :count], case.pages.values[page][:, :count], case.scale
         )
-        np.testing.assert_allclose(lse[page], expected.lse, rtol=1e-5)
-        # Scores near 1e4 are exact to 1e-3 in float32: so are the weights, relatively.
+        # Scores are sums of parts near 1e4, exact to 1e-3 in float32, however small the sum is;
+        # so are the weights, relatively.
+        np.testing.assert_allclose(lse[page], expected.lse, rtol=1e-5, atol=2e-3)
         np.testing.assert_allclose(out[page], expected.o, atol=2e-2)
 
 
