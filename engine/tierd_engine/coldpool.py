@@ -39,9 +39,11 @@ _SOURCES = (*KERNEL_SOURCES, *(Path(str(module.__file__)) for module in (xxh3, r
 
 
 @functools.cache
-def _compiled() -> tuple[Compiled, Compiled]:
-    serve = compile_cached(reading.serve, (types.int64, types.int64), _SOURCES, nogil=True)
-    return serve, compile_cached(reading.left_of, (types.int64,), _SOURCES)
+def _compiled() -> tuple[Compiled, Compiled, Compiled]:
+    two_words = (types.int64, types.int64)
+    serve = compile_cached(reading.serve, two_words, _SOURCES, nogil=True)
+    offer = compile_cached(reading.offer, two_words, _SOURCES)
+    return serve, offer, compile_cached(reading.left_of, (types.int64,), _SOURCES)
 
 
 def warm_up() -> None:
@@ -77,7 +79,8 @@ class ColdPool:
     """
 
     def __init__(self, threads: int, chunks_max: int, memory: object) -> None:
-        serve, left_of = _compiled()
+        serve, offer, left_of = _compiled()
+        self._offer: Callable[[int, int], None] = offer.call
         self._left_of: Callable[[int], int] = left_of.call
         self._addresses: tuple[int, ...] = ()
         self._words = np.zeros(reading.WORDS, np.int64)
@@ -161,12 +164,12 @@ class ColdPool:
         self._queue[at, 2] = chunk
         try:
             self._chunks[chunk] = end - first, 0
-            self._words[reading.TAIL] = tail + end - first
+            self._offer(self._words.ctypes.data, tail + end - first)
         except BaseException:  # an interrupt: nobody will read what nobody was offered
             if self._words[reading.TAIL] == tail:
                 self._chunks[chunk] = 0
             raise
-        os.eventfd_write(self._work_fd, end - first)  # a system call: what is above comes first
+        os.eventfd_write(self._work_fd, end - first)
 
     def wait(self, chunk: int, seconds_left: Callable[[], float]) -> bool:
         """Return whether a chunk has been read and all its pages are right.

@@ -39,8 +39,7 @@ from tierd_engine.workthreads import WorkThreads
 if TYPE_CHECKING:  # it imports Numba, which is of use only where pages are cold
     from tierd_engine.coldpool import ColdPool, Run
 
-# A layer's pages lie apart on disk: 16 reads of 108 KiB at a time are as fast as 4 of 1 MiB,
-# 4 of them 0.8 of it.
+# Where a layer's pages lie apart on disk, many reads at a time make up for their size.
 READ_THREADS = 16
 # 8 MiB in a chunk; 1 MiB/s is the slowest disk a job can still use: 8 s, and 2 s of grace.
 READ_DEADLINE_SECONDS = 10.0

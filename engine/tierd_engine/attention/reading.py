@@ -130,6 +130,11 @@ def serve(pool: Any, token: Any) -> None:
             give_token(load_word(pool + 8 * DONE), pool + 8 * ONE)
 
 
+def offer(pool: Any, tail: Any) -> None:
+    """Let threads take the entries before `tail`: what was stored before is seen by who does."""
+    store_word(pool + 8 * TAIL, tail)
+
+
 def left_of(chunk: Any) -> Any:
     """Return how many shares of a chunk are not done: what they wrote is seen once it is 0."""
     return load_word(chunk)
