@@ -38,7 +38,7 @@ class Lanes(Protocol):
         ...
 
     def stop(self) -> None:
-        """Begin no more; threads end after what they are at. Does not wait."""
+        """Begin no more; threads end after what was begun, or with the loop. Does not wait."""
         ...
 
 

@@ -164,7 +164,7 @@ class PosixDisk:
     def _open_unnamed(self, flags: int) -> int:
         """Return the fd of a new file that has no name. Raises OSError."""
         flags |= os.O_RDWR | os.O_CLOEXEC
-        top = self._folder_fds[""]
+        top = self._folder_fd("")
         try:
             return os.open(".", flags | os.O_TMPFILE, 0o600, dir_fd=top)
         except OSError as error:
