@@ -9,14 +9,14 @@ all tiers. No model code is touched.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from tierd.errors import InvalidArgument, UnsupportedModel
-from tierd_engine.session import SessionKV
+from tierd.types import Geometry
 
 ATTENTION_NAME = "tierd"
 
@@ -26,12 +26,46 @@ _REFUSED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias", "he
 _handoff = threading.local()
 
 
+class StepKV(Protocol):
+    """What a TierCache asks of a SessionKV, which says what each means."""
+
+    geometry: Geometry
+    position: int
+    step_tokens: int
+    max_tokens: int
+
+    def begin(self, n: int) -> None:
+        """Start a step of `n` tokens."""
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take the step's K and V of a layer."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """Return a layer's attention output [n, heads, head_dim]."""
+
+    def finish(self) -> None:
+        """End the step."""
+
+    def cancel(self) -> None:
+        """Undo the step."""
+
+    def truncate(self, tokens: int) -> None:
+        """Keep the first tokens only."""
+
+
 class TierLayer(CacheLayerMixin):
-    """One layer's share of a SessionKV. Holds no tensors itself."""
+    """One layer's share of a StepKV. Holds no tensors itself."""
 
     is_sliding = False
 
-    def __init__(self, kv: SessionKV, layer: int) -> None:
+    def __init__(self, kv: StepKV, layer: int) -> None:
         super().__init__()
         self.kv = kv
         self.layer = layer
@@ -80,7 +114,7 @@ class TierLayer(CacheLayerMixin):
 class TierCache(Cache):
     """`past_key_values` of a model whose attention implementation is "tierd"."""
 
-    def __init__(self, kv: SessionKV) -> None:
+    def __init__(self, kv: StepKV) -> None:
         super().__init__(layers=[TierLayer(kv, layer) for layer in range(kv.geometry.layers)])
         self.kv = kv
 

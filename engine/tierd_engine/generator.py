@@ -11,12 +11,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tierd.errors import PageMiss, StaleGeneration, StorageError
 from tierd_engine.attention.executors import FEW_QUERIES_MAX
 from tierd_engine.cache import TierCache
 from tierd_engine.fidelity import finite
+from tierd_engine.rehearsal import judge_codecs
 from tierd_engine.session import SessionKV
 from tierd_engine.stepthreads import StepThreads
 
@@ -84,11 +87,19 @@ class Generator:
         assert logits is not None, "feed takes at least one token"
         return logits
 
+    def suspend(self, token_ids: npt.NDArray[np.uint32]) -> None:
+        """Hand the session to the daemon; see SessionKV. token_ids: all that are to be kept."""
+        if self.kv.awaits_verdict():
+            judge_codecs(self._model, self.kv, self.token_ids)
+        self.kv.suspend(token_ids)
+
     def _step(self) -> torch.Tensor:
         start = self.kv.position
         chunk = min(
             PREFILL_CHUNK_TOKENS, self.kv.step_tokens_max() or 1, len(self.token_ids) - start
         )
+        if self.kv.awaits_verdict(chunk):
+            judge_codecs(self._model, self.kv, self.token_ids)
         ids = torch.tensor([self.token_ids[start : start + chunk]], device=self._device)
         few = self._threads.few_queries() if chunk <= FEW_QUERIES_MAX else contextlib.nullcontext()
         try:

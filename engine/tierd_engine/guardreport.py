@@ -6,14 +6,15 @@ import math
 from typing import Any
 
 from tierd.layercodecs import describe_codecs
-from tierd_engine.guard import KL_LIMITS, LayerReading, QualityGuard, Verdict
+from tierd_engine.guard import LayerReading, QualityGuard, Verdict
 
 
 def guard_section(guard: QualityGuard | None, *, followed: bool) -> dict[str, Any]:
-    """Return the JSON object. Errors are relative L2 errors of attention's output.
+    """Return the JSON object. Errors are relative L2 errors of attention's output, `kl`s mean
+    KLs in nats where the model reads again what it has read (rehearsal.py).
 
     `source`: "off", "not needed" (no block left hot), "measured", or "resumed": the session's
-    pages were decided on before. `error` and `budget` are root mean squares over the layers.
+    pages were decided on before.
     """
     if guard is None:
         return {"source": "off"}
@@ -33,10 +34,11 @@ def guard_section(guard: QualityGuard | None, *, followed: bool) -> dict[str, An
             "tokens": verdict.tokens,
             "queries": verdict.queries,
             "seconds": verdict.seconds,
-            "error": _rms([reading.error for reading in readings]),
-            "error_chosen": _rms([reading.chosen_error for reading in readings]),
-            "budget": _rms([reading.budget for reading in readings]),
+            "kl_asked": verdict.kl_asked,
+            "kl_chosen": verdict.kl_chosen,
+            "kl_limit": verdict.kl_limit,
             "errors": [_number(reading.error) for reading in readings],
+            "kls": [_number(reading.kl) for reading in readings],
         }
     return section
 
@@ -46,23 +48,19 @@ def _raised(reading: LayerReading, verdict: Verdict) -> dict[str, Any]:
     why = f"the session's pages of this layer are {chosen} already"
     if verdict.source == "measured":
         why = (
-            f"{asked} moves the layer's output by {reading.error:.2e}; a mean KL of "
-            f"{KL_LIMITS[reading.asked]:g} allows {reading.budget:.2e} a layer"
+            f"where the model repeats what it has read, {asked} moves the layer's output by "
+            f"{reading.error:.1e}, which costs a mean KL of {reading.kl:.1e}; all layers "
+            f"together may cost {verdict.kl_limit:g}"
         )
     return {
         "layer": reading.layer,
         "asked": asked,
         "chosen": chosen,
         "error": _number(reading.error),
-        "error_chosen": _number(reading.chosen_error),
-        "budget": reading.budget,
+        "kl": _number(reading.kl),
+        "kl_chosen": _number(reading.chosen_kl),
         "why": why,
     }
-
-
-def _rms(values: list[float]) -> float | None:
-    known = [value for value in values if not math.isnan(value)]
-    return math.sqrt(sum(value**2 for value in known) / len(known)) if known else None
 
 
 def _number(value: float) -> float | None:

@@ -341,7 +341,7 @@ def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
             job.sizes.hot_budget_bytes,
             job.sizes.total_tokens,
             job.plan,
-            QualityGuard(job.namespace, job.shape.heads) if job.spec.guard else None,
+            QualityGuard(job.namespace) if job.spec.guard else None,
             rig,
         )
         kv.link.rejoin_seconds = job.spec.rejoin_seconds
@@ -452,7 +452,7 @@ def _run_session(
     report = build_report(job, stats, generator, timings, len(new_ids), text, fidelity)
     if job.spec.keeps:
         try:
-            kv.suspend(np.array([*prompt_ids, *new_ids], dtype=np.uint32))
+            generator.suspend(np.array([*prompt_ids, *new_ids], dtype=np.uint32))
         except (KeyboardInterrupt, TierdError) as error:
             if not isinstance(error, TierdError) or isinstance(error, DaemonUnavailable):
                 # Asked, and not answered: nobody would look for what is never evicted.

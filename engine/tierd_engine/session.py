@@ -44,6 +44,7 @@ from tierd_engine.attention.plan import (
 )
 from tierd_engine.guard import QualityGuard
 from tierd_engine.link import DaemonLink
+from tierd_engine.outputerror import Scene
 from tierd_engine.promotion import ascents, choose_blocks
 from tierd_engine.stepcounts import StepCounts
 from tierd_engine.workings import Workings
@@ -122,6 +123,9 @@ class SessionKV:
     def _demotable(self) -> list[int]:
         return sorted(block for block in self._hot if 0 < block < self.sealed_blocks)
 
+    def _encodable(self) -> list[int]:
+        return [block for block in self._demotable() if block not in self._promoted]
+
     def step_tokens_max(self) -> int:
         """Return how many tokens the next step may hold within the hot budget."""
         tokens = self.geometry.block_tokens
@@ -149,10 +153,7 @@ class SessionKV:
                 f"bytes; at most {self.step_tokens_max()} do now"
             )
         self.link.begin_step()
-        first = self.position // self.geometry.block_tokens
-        wanted = range(first, self.geometry.blocks_for(self.position + n))
-        missing = [block for block in wanted if block not in self._hot]
-        short = len(missing) - self.arena.free_slots
+        missing, short = self._missing(n), self._short_of(n)
         rpcs_before = self.client.rpc_count
         if short > 0:
             demotable = self._demotable()
@@ -165,6 +166,16 @@ class SessionKV:
         self.counts.room_rpcs += self._rpcs_at_begin - rpcs_before
         self.step_tokens = n
         self.executors.begin(self._refresh(), self._view(), self.mode)
+
+    def _missing(self, n: int) -> list[int]:
+        """Return the blocks that a step of `n` tokens writes to and that have no slot yet."""
+        first = self.position // self.geometry.block_tokens
+        wanted = range(first, self.geometry.blocks_for(self.position + n))
+        return [block for block in wanted if block not in self._hot]
+
+    def _short_of(self, n: int) -> int:
+        """Return how many blocks at least must leave hot for a step of `n` tokens, if above 0."""
+        return len(self._missing(n)) - self.arena.free_slots
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the step's K and V, [kv_heads, n, head_dim] in the model's dtype, into hot.
@@ -198,9 +209,6 @@ class SessionKV:
 
         query: [heads, n, head_dim]; keys, values: [kv_heads, n, head_dim], the step's own.
         """
-        n = query.shape[-2]
-        if self.guard is not None and self.guard.wants(n, self.position + n):
-            self.guard.observe(layer, query.reshape(query.shape[-3:]), self.position, scale)
         return self.executors.attend(layer, query, keys, values, scale)
 
     def finish(self) -> None:
@@ -239,8 +247,6 @@ class SessionKV:
         self.executors.cancel()  # first: copies read slots that the epoch holds
         if self.step_tokens:
             self._leave()
-            if self.guard is not None:
-                self.guard.forget_step()
         for block in [b for b in self._hot if b >= self.geometry.blocks_for(self.position)]:
             self.drop(block)  # made for the step; kept, they would be room that nobody has
         self._lengths = [self.position] * self.geometry.layers
@@ -276,9 +282,6 @@ class SessionKV:
         if len(self._hot) == goal:
             return
         candidates = [block for block in candidates if block in self._hot]
-        if self.guard is not None and self.guard.is_due(self.position):
-            self.guard.decide(self.arena, self._hot, candidates, self.position)
-            self._follow_verdict()
 
         def go_on() -> None:
             self._drop_published(candidates)
@@ -296,11 +299,24 @@ class SessionKV:
 
         self.link.run(go_on, repeatable=True)
 
-    def _follow_verdict(self) -> None:
-        if self.guard is None or self.guard.verdict is None:
-            return
-        if not self.agent.codecs_refused:
-            self.agent.codecs = self.guard.verdict.codecs
+    # -- codecs -------------------------------------------------------------
+
+    def awaits_verdict(self, n: int | None = None) -> bool:
+        """Whether a step of `n` tokens, or `suspend`, makes `rehearsal.judge_codecs` due."""
+        if self.guard is None or not self.guard.is_due(self.position):
+            return False
+        return (n is None or self._short_of(n) > 0) and bool(self._encodable())
+
+    def scene(self) -> Scene | None:
+        """Return what the guard may measure now; None: nothing that would be encoded is hot."""
+        blocks = self._encodable()
+        return Scene.set_up(self.arena, self._hot, blocks, self.position) if blocks else None
+
+    def follow_verdict(self) -> None:
+        """Give pages that leave hot from now on the codecs that the guard chose."""
+        verdict = self.guard.verdict if self.guard is not None else None
+        if verdict is not None and not self.agent.codecs_refused:
+            self.agent.codecs = verdict.codecs
 
     def _drop_published(self, candidates: list[int]) -> int:
         """Drop hot blocks whose pages are all below: a commit went through, its reply was lost.
@@ -360,10 +376,8 @@ class SessionKV:
 
     def _build_plan(self, version: int) -> StepPlan:
         geometry = self.geometry
-        hot_blocks = tuple(sorted(self._hot))
-        slots = np.array([self._hot[block] for block in hot_blocks], dtype=np.int64)
         total = geometry.blocks_for(self.position + self.step_tokens)
-        below = np.setdiff1d(np.arange(total), np.array(hot_blocks, dtype=np.int64))
+        below = np.setdiff1d(np.arange(total), np.array(sorted(self._hot), dtype=np.int64))
         table = self.handle.table.read(total)
         # Promoted ones too: of a lost page the suffix is recomputed at once, while it is short.
         promoted = np.array(sorted(self._promoted), dtype=np.int64)
@@ -377,21 +391,7 @@ class SessionKV:
             )
             for layer in range(geometry.layers)
         )
-        page_bytes = self.arena.layout.payload_bytes
-        starts = self.arena.base_address + slots * self.arena.slot_bytes
-        offsets = np.arange(geometry.layers, dtype=np.int64) * page_bytes
-        return StepPlan(
-            table_version=version,
-            hot_blocks=hot_blocks,
-            hot_slots=tuple(int(slot) for slot in slots),
-            hot_addresses=np.ascontiguousarray(offsets[:, None] + starts[None, :]),
-            hot_first=np.array(hot_blocks, dtype=np.int64) * geometry.block_tokens,
-            layers=layers,
-            cold_units=tuple(unit for layer in layers for unit in layer.cold),
-            warm_pages=sum(len(run.addresses) for layer in layers for run in layer.warm),
-            cold_pages=sum(len(unit.pages) for layer in layers for unit in layer.cold),
-            parts_max=total,
-        )
+        return StepPlan.of(self.arena, self._hot, layers, version, total)
 
     def _slab_address(self, slab: int) -> int:
         return self.workings.slab(slab).address
@@ -458,7 +458,7 @@ class SessionKV:
         self._lengths = [self.position] * self.geometry.layers
         if self.guard is not None:
             self.guard.adopt(self.handle.table.read(sealed_blocks).codec)
-            self._follow_verdict()
+            self.follow_verdict()
         if self._promotes:
             with contextlib.suppress(StaleGeneration, DaemonUnavailable):
                 self._promote(max(1, self.geometry.blocks_for(ahead_tokens)))

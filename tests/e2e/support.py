@@ -87,7 +87,7 @@ class Engine:
         self.handle = handle
         budget = hot_blocks * hot_block_bytes(space.geometry)
         heads = tiny.shape.heads
-        guard = QualityGuard(space, heads) if guarded else None
+        guard = QualityGuard(space) if guarded else None
         self.kv = SessionKV(
             self.client, handle, heads, budget, max_tokens, plan, guard, promotes=promotes
         )

@@ -75,20 +75,22 @@ def tiny_model(seed: int, family: str | None = None) -> TinyModel:
     return TinyModel(name, model, hf.model_shape(model.config))
 
 
-def outlier_model(seed: int, *, layers: int = 3, outlier: float = 60.0) -> TinyModel:
+def outlier_model(
+    seed: int, *, layers: int = 3, outlier: float = 60.0, spread: float = 0.2
+) -> TinyModel:
     """Return a random Qwen2 whose keys of layer 1 have a few channels far larger than the rest.
 
     As in Qwen2's own weights they come from the key projection's bias. Rotation turns the
     two channels of a pair into each other as tokens go by, so that a channel's range within
     a group of tokens is twice the bias, and what the other channels say of a key drowns in
-    its step.
+    its step. `spread`: of the weights; the smaller, the less a step says.
     """
     import transformers as tf
 
     config = tf.Qwen2Config(
         vocab_size=VOCABULARY, hidden_size=48, intermediate_size=96, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
-        initializer_range=0.2, head_dim=32,
+        initializer_range=spread, head_dim=32,
     )  # fmt: skip
     torch.manual_seed(seed)
     model = tf.Qwen2ForCausalLM(config).eval().to(torch.float32)
@@ -179,7 +181,7 @@ class TierRig:
             geometry, weights_digest="test", codec=self.codec, codec_layers=self.codec_layers
         )
         self.handle = self.client.open_session(namespace, sizes.total_tokens)
-        guard = QualityGuard(namespace, self.shape.heads) if self.guarded else None
+        guard = QualityGuard(namespace) if self.guarded else None
         self.kv = SessionKV(
             self.client, self.handle, self.shape.heads, sizes.hot_budget_bytes,
             sizes.total_tokens, self.plan, guard, self.rig,

@@ -228,7 +228,7 @@ def test_a_mixed_layouts_pages_are_weighed_as_they_lie() -> None:
     assert held.token_bytes == pytest.approx(sum(pages) / 64)
     elements = 2 * geometry.layers * geometry.kv_heads * geometry.head_dim
     assert held.element_bits == pytest.approx(8 * held.token_bytes / elements)
-    assert held.asked_token_bytes == pytest.approx(held.token_bytes) and held.kl_expected is None
+    assert held.asked_token_bytes == pytest.approx(held.token_bytes) and held.kl_asked is None
     assert held.int8_token_bytes > held.token_bytes
     rounded = Layout.parse("q8_0")
     run = runs.over_tiers(rounded, Setting.parse("near:smallest:64"), Protocol.TIERS, runs.own())
@@ -245,10 +245,10 @@ def test_a_guarded_layout_gets_what_a_job_gets_and_loses_less() -> None:
         scores = score_tokens(own.logits[400], run.logits[400], runs.targets(400))
         losses[name], held[name] = scores.divergence.mean(), run.held[400]
     plain, guarded = held["int4"], held["int4+guard"]
-    assert plain is not None and plain.codecs == "int4" and plain.kl_expected is None
+    assert plain is not None and plain.codecs == "int4" and plain.kl_asked is None
     assert guarded is not None and guarded.codecs.startswith("int4,layers:")
-    assert guarded.kl_expected is not None and guarded.kl_expected_chosen is not None
-    assert guarded.kl_expected > 1.5e-3 > guarded.kl_expected_chosen
+    assert guarded.kl_asked is not None and guarded.kl_chosen is not None
+    assert guarded.kl_asked > 1.5e-3 > guarded.kl_chosen
     assert guarded.asked_token_bytes == plain.token_bytes < guarded.token_bytes
     assert losses["int4+guard"] < losses["int4"] / 2
 

@@ -21,6 +21,7 @@ from tierd.codec.layout import HEADER_BYTES, PageLayout, page_layout
 from tierd.errors import InvalidArgument, PageMiss
 from tierd.memory.pagetable import PageTableView
 from tierd.types import CodecId, Geometry, Tier
+from tierd_engine.arena import HotArena
 from tierd_engine.coldread import ColdPage, ColdUnit
 
 IntArray = npt.NDArray[np.int64]
@@ -80,6 +81,29 @@ class StepPlan:
     warm_pages: int
     cold_pages: int
     parts_max: int
+
+    @classmethod
+    def of(
+        cls, arena: HotArena, hot: dict[int, int], layers: tuple[LayerPlan, ...],
+        table_version: int, parts_max: int,
+    ) -> StepPlan:  # fmt: skip
+        """Make a plan of what is hot, arena slot by block, and of what lies below."""
+        hot_blocks = tuple(sorted(hot))
+        slots = np.array([hot[block] for block in hot_blocks], dtype=np.int64)
+        starts = arena.base_address + slots * arena.slot_bytes
+        offsets = np.arange(len(layers), dtype=np.int64) * arena.layout.payload_bytes
+        return cls(
+            table_version=table_version,
+            hot_blocks=hot_blocks,
+            hot_slots=tuple(int(slot) for slot in slots),
+            hot_addresses=np.ascontiguousarray(offsets[:, None] + starts[None, :]),
+            hot_first=np.array(hot_blocks, dtype=np.int64) * arena.geometry.block_tokens,
+            layers=layers,
+            cold_units=tuple(unit for layer in layers for unit in layer.cold),
+            warm_pages=sum(len(run.addresses) for layer in layers for run in layer.warm),
+            cold_pages=sum(len(unit.pages) for layer in layers for unit in layer.cold),
+            parts_max=parts_max,
+        )
 
 
 def require_published(table: PageTableView, below_hot: IntArray) -> None:

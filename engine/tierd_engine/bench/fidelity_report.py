@@ -79,11 +79,11 @@ def _held(row: FidelityRow, held: PagesHeld) -> str:
         f"{held.codecs}; {held.token_bytes:,.0f} bytes a token, {held.element_bits:.2f} bits an "
         f"element (as asked {held.asked_token_bytes:,.0f} bytes, int8 {held.int8_token_bytes:,.0f})"
     )
-    if held.kl_expected is None or held.kl_expected_chosen is None:
+    if held.kl_asked is None or held.kl_chosen is None:
         return said
     return (
-        f"{said}; the guard took KL for {held.kl_expected:.1e} and chose "
-        f"{held.kl_expected_chosen:.1e}; it is {row.summary.kl_mean:.1e}"
+        f"{said}; the guard took KL for {held.kl_asked:.1e} and chose "
+        f"{held.kl_chosen:.1e}; it is {row.summary.kl_mean:.1e}"
     )
 
 

@@ -31,6 +31,7 @@ from tierd_engine.bench.rig import open_session_kv
 from tierd_engine.cache import TierCache
 from tierd_engine.fidelity import own_attention
 from tierd_engine.generator import PREFILL_CHUNK_TOKENS
+from tierd_engine.rehearsal import judge_codecs
 from tierd_engine.session import SessionKV
 from tierd_engine.sizing import HOT_BLOCKS_MIN, size_tiers
 
@@ -194,15 +195,20 @@ class ForcedRuns:
 
     def _forced(self, kv: SessionKV, context: int) -> torch.Tensor:
         cache = TierCache(kv)
+
+        def feed(n: int, keep: int) -> torch.Tensor:
+            if kv.awaits_verdict(n):
+                judge_codecs(self.model, kv, self.ids)
+            return self._feed(cache, kv.position, kv.position + n, keep=keep)
+
         while kv.position < context - 1:
-            step = min(PREFILL_CHUNK_TOKENS, kv.step_tokens_max(), context - 1 - kv.position)
-            self._feed(cache, kv.position, kv.position + step)
+            feed(min(PREFILL_CHUNK_TOKENS, kv.step_tokens_max(), context - 1 - kv.position), 1)
         end = context - 1 + self.tokens
         rows = []
         while kv.position < end:
             # Few enough queries for the fused kernel: what is measured is decode's own path.
             step = min(FEW_QUERIES_MAX, kv.step_tokens_max(), end - kv.position)
-            rows.append(self._feed(cache, kv.position, kv.position + step, keep=step))
+            rows.append(feed(step, step))
         return torch.cat(rows)
 
     def _feed(self, cache: Any, start: int, end: int, keep: int = 1) -> torch.Tensor:

@@ -97,8 +97,8 @@ class PagesHeld:
 
     `codecs`: of the layers, as --codec writes them. `element_bits`: bits an element of K or V.
     `asked_token_bytes`, `int8_token_bytes`: were every page of the codec asked for, or int8.
-    `kl_expected`: what the guard took for the mean KL of the codec asked for, and
-    `kl_expected_chosen` of what it chose; None where it did not measure.
+    `kl_asked`: what the guard took for the mean KL of the codec asked for, where the model
+    reads again what it has read, and `kl_chosen` of what it chose; None: not measured.
     """
 
     codecs: str
@@ -106,8 +106,8 @@ class PagesHeld:
     element_bits: float
     asked_token_bytes: float
     int8_token_bytes: float
-    kl_expected: float | None = None
-    kl_expected_chosen: float | None = None
+    kl_asked: float | None = None
+    kl_chosen: float | None = None
 
 
 def pages_held(kv: SessionKV, layout: Layout) -> PagesHeld | None:
@@ -135,8 +135,8 @@ def pages_held(kv: SessionKV, layout: Layout) -> PagesHeld | None:
         element_bits=8 * token_bytes / elements,
         asked_token_bytes=_token_bytes(geometry, asked),
         int8_token_bytes=_token_bytes(geometry, [CodecId.INT8] * geometry.layers),
-        kl_expected=None if verdict is None else verdict.kl_expected,
-        kl_expected_chosen=None if verdict is None else verdict.kl_expected_chosen,
+        kl_asked=None if verdict is None else verdict.kl_asked,
+        kl_chosen=None if verdict is None else verdict.kl_chosen,
     )
 
 

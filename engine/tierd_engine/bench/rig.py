@@ -46,7 +46,7 @@ def open_session_kv(
         namespace = Namespace(
             geometry, weights_digest="bench", codec=codec, codec_layers=codec_layers
         )
-        guard = QualityGuard(namespace, heads) if guarded else None
+        guard = QualityGuard(namespace) if guarded else None
         handle = client.open_session(namespace, total_tokens)
         kv = SessionKV(client, handle, heads, hot_bytes, total_tokens, plan, guard, rig)
         try:

@@ -45,7 +45,7 @@ class Rig:
         self.kv = SessionKV(
             self.daemon, self.daemon, heads,  # type: ignore[arg-type]
             blocks * hot_block_bytes(geometry), CONTEXT + NEW, mode,
-            QualityGuard(namespace, heads) if is_guarded else None, self.rig,
+            QualityGuard(namespace) if is_guarded else None, self.rig,
         )  # fmt: skip
         self.kv.arena.poison()
         self.generator = Generator(self.tiny.model, self.kv)
@@ -83,7 +83,7 @@ def test_with_int8_and_a_guard_a_session_is_the_hosts() -> None:
     host = SessionKV(
         on_host.daemon, on_host.daemon, on_host.tiny.shape.heads,  # type: ignore[arg-type]
         on_host.kv.arena.budget_bytes, CONTEXT + NEW, PlanMode.AUTO,
-        QualityGuard(on_host.daemon.namespace, on_host.tiny.shape.heads),
+        QualityGuard(on_host.daemon.namespace),
     )  # fmt: skip
     ours = greedy(on_device.generator, on_device.prompt, NEW)
     theirs = greedy(Generator(on_host.tiny.model, host), on_host.prompt, NEW)
