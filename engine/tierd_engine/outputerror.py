@@ -8,8 +8,9 @@ its own newest `recent_tokens`.
 From the change d of a layer's attention output to the loss: with logits z, p = softmax(z)
 and F = diag(p) - p p^T, KL(p, p + dp) = dz^T F dz / 2 to second order (Kullback, Information
 Theory and Statistics, 2.6), and dz = J d. With g = J^T F^(1/2) x, x of independent standard
-normals, E (g . d)^2 = d^T J^T F J d; so half the mean of (g . d)^2 is the KL, one backward
-pass for all layers at once (rehearsal.py). The changes of layers add up, to first order.
+normals, E (g . d)^2 = d^T J^T F J d; so half the mean of (g . d)^2 over tokens is the mean KL,
+one backward pass for all layers at once (rehearsal.py). The changes of layers add up, to first
+order.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tierd.types import CodecId
 from tierd_engine.arena import HotArena
 
 SINK_TOKENS = 16
-QUERIES_MAX = 64
+QUERIES_MAX = 32
 MEASURED_TOKENS = 1024  # of four blocks hot of 256, all that may leave
 RECENT_TOKENS_MAX = 128  # half a block: what an open block holds on the average
 _PASS_BYTES = 4 << 20  # of exact keys and values: what a layer's sums touch stays in the caches
@@ -114,7 +115,7 @@ class Heard:
     """Queries at a scene, their own K and V, and what their outputs matter; float32, in RAM.
 
     q [layers, heads, n, head_dim]; keys, values [layers, kv_heads, n, head_dim]; gradients g
-    as above [samples, layers, n, heads, head_dim]. The first `run_in` queries do not count.
+    as above [layers, n, heads, head_dim]. The first `run_in` queries do not count.
     `seconds`: what it took.
     """
 
@@ -162,8 +163,8 @@ class OutputProbe:
         heard, run_in = self._heard, self._heard.run_in
         outputs, moved, ok = self._outputs(codec, some)
         change = (moved - outputs)[:, run_in:]
-        reach = (heard.gradients[:, some, run_in:] * change).sum((-2, -1)).double()
-        kl = reach.square().mean((0, 2)) / 2
+        reach = (heard.gradients[some, run_in:] * change).sum((-2, -1)).double()
+        kl = reach.square().mean(1) / 2
         error = (_squared(change) / _squared(outputs[:, run_in:]).clamp_min(1e-30)).sqrt()
         return np.where(ok, kl.numpy(), np.nan), np.where(ok, error.numpy(), np.nan)
 

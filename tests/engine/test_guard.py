@@ -131,7 +131,6 @@ def test_an_outlier_model_gets_better_codecs_at_its_outliers_and_its_kl_falls_wi
     assert worst.layer == 1 and worst in verdict.raised
     assert verdict.kl_asked is not None and verdict.kl_chosen is not None
     assert verdict.kl_chosen <= verdict.kl_limit < verdict.kl_asked
-    assert len(verdict.raised) < LAYERS or codec is CodecId.K8V4
     assert guarded < plain / 2
     section = guard_section(rig.kv.guard, followed=True)
     assert section["raised"][0]["layer"] <= 1 and "mean KL of" in section["raised"][0]["why"]
@@ -144,7 +143,8 @@ def test_the_same_model_without_outliers_is_left_alone(codec: CodecId) -> None:
     assert rig.kv.guard is not None and rig.kv.guard.verdict is not None
     assert not rig.kv.guard.verdict.raised
     section = guard_section(rig.kv.guard, followed=True)
-    assert section["kl_asked"] == section["kl_chosen"] < section["kl_limit"] == KL_LIMITS[codec]
+    assert section["kl_asked"] == section["kl_chosen"] < section["kl_limit"]
+    assert section["kl_limit"] == pytest.approx(KL_LIMITS[codec])
 
 
 def test_raw_with_a_guard_is_the_own_cache_token_by_token() -> None:

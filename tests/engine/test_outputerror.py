@@ -10,10 +10,10 @@ from tierd.codec.layout import page_layout
 from tierd.codec.reference import decode_page, encode_page
 from tierd.types import CodecId, DType, Geometry
 from tierd_engine.arena import HotArena, hot_block_bytes
-from tierd_engine.outputerror import SINK_TOKENS, Heard, OutputProbe, Scene
+from tierd_engine.outputerror import QUERIES_MAX, SINK_TOKENS, Heard, OutputProbe, Scene
 
 LAYERS, HEADS, TOKENS, WIDTH = 3, 4, 32, 32
-RUN_IN, SAMPLES = 2, 3
+RUN_IN = 2
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def probe_of(arena: HotArena, position: int, n: int = 5) -> OutputProbe:
         torch.randn(LAYERS, HEADS, n, WIDTH),
         torch.randn(LAYERS, 2, n, WIDTH),
         torch.randn(LAYERS, 2, n, WIDTH),
-        torch.randn(SAMPLES, LAYERS, n, HEADS, WIDTH),
+        torch.randn(LAYERS, n, HEADS, WIDTH),
         WIDTH**-0.5,
         RUN_IN,
     )
@@ -76,8 +76,8 @@ def reference(probe: OutputProbe, layer: int, codec: CodecId) -> tuple[float, fl
             plain.append(sides[0])
             changes.append(sides[1] - sides[0])
     moved = np.array(changes).reshape(n - RUN_IN, HEADS, WIDTH)
-    g = heard.gradients[:, layer, RUN_IN:].double().numpy()
-    kl = float(np.square((g * moved).sum((2, 3))).mean()) / 2
+    g = heard.gradients[layer, RUN_IN:].double().numpy()
+    kl = float(np.square((g * moved).sum((1, 2))).mean()) / 2
     return kl, float(np.sqrt(np.square(changes).sum() / np.square(plain).sum()))
 
 
@@ -127,4 +127,4 @@ def test_a_scene_is_the_sinks_the_measured_blocks_and_what_the_queries_have_just
         assert scene.at == 96
         assert (held[0], held[1], held[2]) == (range(SINK_TOKENS), range(32, 64), range(64, 96))
         assert 3 not in held
-    assert Scene.set_up(arena, slots, [1], 128).at == 64
+    assert Scene.set_up(arena, slots, [1], 128).at == 128 - QUERIES_MAX

@@ -1,14 +1,15 @@
 """Prefill over tiers beside the model's own, alternating in one run, on real text.
 
-Beside the speed, the memory that prefill takes beyond the tiers themselves: it
-is chunked, so that this does not grow with the context.
+As a job runs it: the quality guard is on, and its share stands beside. So does the memory
+that prefill takes beyond the tiers themselves: it is chunked, so that this does not grow
+with the context.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,7 +37,8 @@ _POLL_SECONDS = 0.5  # a look at a large process takes milliseconds
 class PrefillRow:
     """Median tokens/s of both, and the median of the rounds' ratios.
 
-    `beyond_tiers_bytes`: the peak of the last round less what hot and warm hold.
+    `beyond_tiers_bytes`: the peak of a round of its own less what hot and warm hold.
+    `guard_share`: the quality guard's part of the time, in the last round.
     """
 
     context_tokens: int
@@ -46,6 +48,7 @@ class PrefillRow:
     own_tokens_per_second: float
     ratio_to_own: float
     beyond_tiers_bytes: int
+    guard_share: float
 
     @property
     def holds(self) -> bool:
@@ -67,30 +70,43 @@ def bench_prefill(
     ids = ids[:context]
     sizes = size_tiers(
         shape, dtype, codec, context_tokens=context, max_new_tokens=1, hot=hot, warm="25%",
-        block_tokens=None,
+        block_tokens=None, guarded=True,
     )  # fmt: skip
     geometry = shape.geometry(dtype, sizes.block_tokens)
+
+    def open_kv() -> Any:
+        return open_session_kv(
+            geometry, codec, shape.heads, hot_bytes=sizes.hot_budget_bytes,
+            warm_bytes=sizes.warm_budget_bytes, total_tokens=context + 1, plan=PlanMode.AUTO,
+            guarded=True,
+        )  # fmt: skip
+
     ours, own = [], []
-    beyond = 0
+    guard_share = 0.0
     for _ in range(rounds):
         run = OwnCacheRun(model)
         run.prefill(ids)
         own.append(run.prefill_seconds)
         del run
-        reset_peak_rss()
-        before, peak = pss_bytes(), PeakMemory(_POLL_SECONDS)
-        with open_session_kv(
-            geometry, codec, shape.heads, hot_bytes=sizes.hot_budget_bytes,
-            warm_bytes=sizes.warm_budget_bytes, total_tokens=context + 1, plan=PlanMode.AUTO,
-        ) as kv:  # fmt: skip
+        with open_kv() as kv:
             start = time.perf_counter()
             Generator(model, kv).feed(ids)
             ours.append(time.perf_counter() - start)
-            held = kv.arena.peak_bytes + below_bytes(kv)[0]
-            beyond = peak.end() - before - held
+            guard_share = kv.guard.verdict.seconds / ours[-1] if kv.guard.verdict else 0.0
+    beyond = _beyond_tiers(model, open_kv, ids)
     ratio = statistics.median(b / a for a, b in zip(ours, own, strict=True))
     rates = (context / statistics.median(ours), context / statistics.median(own))
-    return PrefillRow(context, codec.name.lower(), str(dtype), *rates, ratio, beyond)
+    return PrefillRow(context, codec.name.lower(), str(dtype), *rates, ratio, beyond, guard_share)
+
+
+def _beyond_tiers(model: Any, open_kv: Callable[[], Any], ids: list[int]) -> int:
+    """Prefill once, untimed: to look at a process's memory holds it up."""
+    reset_peak_rss()
+    before, peak = pss_bytes(), PeakMemory(_POLL_SECONDS)
+    with open_kv() as kv:
+        Generator(model, kv).feed(ids)
+        held: int = kv.arena.peak_bytes + below_bytes(kv)[0]
+        return peak.end() - before - held
 
 
 def print_prefill(rows: Sequence[PrefillRow]) -> None:
@@ -101,7 +117,8 @@ def print_prefill(rows: Sequence[PrefillRow]) -> None:
             f"tierd {row.codec} {row.context_tokens} tokens: {row.tokens_per_second:.0f} tokens/s, "
             f"the model's own {row.own_tokens_per_second:.0f}; ratio {row.ratio_to_own:.2f}, "
             f"limit {RATIO_MIN} {'ok' if row.holds else 'FAILS'}; "
-            f"{format_size(max(0, row.beyond_tiers_bytes))} beyond the tiers"
+            f"{format_size(max(0, row.beyond_tiers_bytes))} beyond the tiers, "
+            f"{row.guard_share:.1%} of the time the quality guard's"
         )
     if len(rows) > 1:
         grown = memory_growth(rows)
@@ -117,7 +134,7 @@ def memory_growth(rows: Sequence[PrefillRow]) -> float:
 def prefill_to_dict(rows: Sequence[PrefillRow]) -> dict[str, Any]:
     """Return the versioned JSON object."""
     return {
-        "version": 2,
+        "version": 3,
         "benchmark": "prefill",
         "holds": all(row.holds for row in rows),
         "rows": [asdict(row) for row in rows],
