@@ -43,6 +43,15 @@ def test_suspend_drops_blocks_beyond_the_sealed_ones_and_frees_open_demotions(ri
     assert warm(rig)["reserved_slots"] == 0
 
 
+def test_a_sessions_tokens_are_those_kept_or_those_whose_blocks_are_below_hot(rig):
+    session = rig.session()
+    assert session.tokens == 0
+    rig.demote(session, [0, 1, 2], first=True)
+    assert session.tokens == 3 * session.block_tokens
+    rig.suspend_with(session, bytes(4 * (3 * session.block_tokens + 5)), 3)
+    assert session.tokens == 3 * session.block_tokens + 5
+
+
 def test_suspend_with_a_page_still_hot_is_refused_and_names_it(rig):
     session = rig.session()
     rig.demote(session, [0, 2], first=True)

@@ -183,7 +183,7 @@ class SessionsService(pb_grpc.SessionsServicer):
             codec_layers=session.namespace.codec_layers,
             layers=session.layers,
             block_tokens=session.block_tokens,
-            tokens=len(session.token_ids) // 4,
+            tokens=session.tokens,
             sealed_blocks=session.sealed_blocks,
             warm_pages=session.index.pages_in(Tier.WARM),
             cold_pages=self._store.keeper.cold_pages(session),

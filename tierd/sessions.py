@@ -21,7 +21,7 @@ from tierd.errors import InvalidArgument, NotFound, PageMiss, TierFull
 from tierd.index import SessionIndex
 from tierd.layercodecs import layer_codecs
 from tierd.memory.pagetable import PageTableWriter
-from tierd.types import CodecId, Namespace, PageKey, Place, SessionState
+from tierd.types import CodecId, Namespace, PageKey, Place, SessionState, Tier
 
 SESSIONS_MAX = 1024
 TOKEN_BYTES = 4  # token ids are uint32
@@ -78,6 +78,16 @@ class Session:
     def block_tokens(self) -> int:
         """Tokens in a block."""
         return self.namespace.geometry.block_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the last suspension, or up to the last block below hot, whichever are more.
+
+        What a running session has beyond them its engine alone knows.
+        """
+        below = (self.index.blocks_in(tier)[-1:] for tier in (Tier.WARM, Tier.COLD))
+        blocks = 1 + max((block for found in below for block in found), default=-1)
+        return max(len(self.token_ids) // TOKEN_BYTES, blocks * self.block_tokens)
 
     def give(self, engine_id: int, max_tokens: int, epoch: int) -> None:
         """Let an engine own the session, in a new page table. Raises InvalidArgument (size)."""
