@@ -17,11 +17,18 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 
+import hypothesis
+from hypothesis import HealthCheck
+from hypothesis.stateful import run_state_machine_as_test
+
 from tests.disk.flips import flip
 from tests.disk.ledgercrash import CrashRun, Tally
 from tests.disk.ledgerfaults import LIES, FaultRun
 from tests.e2e.killing import killing_run
+from tests.model.test_durable_machine import DurableMachine
+from tests.model.test_ledger_machine import LedgerMachine
 from tests.model.test_records_lost import drive
+from tests.model.test_store_machine import StoreMachine
 from tierd.testing import FaultKind
 
 REPORT_SECONDS = 30.0
@@ -30,6 +37,8 @@ HONEST_RATES = {
     FaultKind.SYNC_DROPS: 0.01,
 }  # fmt: skip
 STEPS = 60
+MACHINES = (LedgerMachine, StoreMachine, DurableMachine)
+EXAMPLES, EXAMPLE_STEPS = 20, 200
 Counts = Counter[str]
 
 
@@ -69,10 +78,23 @@ def flips(seed: int, counts: Counts) -> None:
     counts.update(flips=flip(seed))
 
 
+def machines(seed: int, counts: Counts) -> None:
+    """Drive a state machine against its dict model: EXAMPLES times EXAMPLE_STEPS steps."""
+    machine = MACHINES[seed % len(MACHINES)]
+    run_state_machine_as_test(
+        hypothesis.seed(seed)(machine),
+        settings=hypothesis.settings(
+            max_examples=EXAMPLES, stateful_step_count=EXAMPLE_STEPS, deadline=None,
+            database=None, suppress_health_check=list(HealthCheck),
+        ),
+    )  # fmt: skip
+    counts.update(examples=EXAMPLES)
+
+
 # A kind of run more is a function more: of a seed, to raise if anything is wrong.
 KINDS: dict[str, Callable[[int, Counts], None]] = {
     "crash": crash, "faults": faults, "lies": lies, "records": records, "flips": flips,
-    "processes": killing_run,
+    "processes": killing_run, "machines": machines,
 }  # fmt: skip
 
 
@@ -120,7 +142,7 @@ def _line(counts: Counts, seconds: float) -> str:
         f"{counts['process_kills']:,d} of real processes, "
         f"{counts['faults']:,d} faults ({counts['refused']:,d} refusals), "
         f"{counts['rebuilt']:,d} sessions rebuilt whole, {counts['cut']:,d} cut, "
-        f"{counts['flips']:,d} flips"
+        f"{counts['flips']:,d} flips, {counts['examples']:,d} x {EXAMPLE_STEPS} model steps"
     )
 
 
