@@ -3,9 +3,9 @@
 A thread that waits awake takes its next job within a microsecond; one that slept
 has to be woken, 0.05 to 0.1 ms. Beside a job that wants its core, though, it
 keeps that job off, or the one it waits for. Which of the two it is shows in how long
-our own threads, ready to run, had to wait for a core: the kernel counts that for each
-thread (/proc/.../schedstat, nanoseconds). More than a share of the time, and threads
-wait briefly for a while, longer each time that waiting long is tried in vain.
+our own threads, ready to run, had to wait for a core that another process had: the kernel
+counts that for each thread (/proc/.../schedstat, nanoseconds). More than a share of the time, and
+threads wait briefly for a while, longer each time that waiting long is tried in vain.
 
 Results do not depend on it: no kernel's do on how many threads there are.
 
@@ -32,16 +32,22 @@ DELAY_SHARE_MAX = 0.15
 HOLD_SECONDS_MIN, HOLD_SECONDS_MAX = 0.5, 8.0  # a trial of 0.05 s in 8 s costs under 1 %
 
 
-def queued_seconds(thread_ids: Sequence[int]) -> float | None:
-    """Return for how long these threads were ready and had no core, in sum; None if unknown."""
-    total = 0
+def held_off_seconds(thread_ids: Sequence[int]) -> float | None:
+    """Return for how long other processes held these threads off a core; None if unknown.
+
+    That is for how long they were ready and had none, in sum, less what this process's other
+    threads ran: those that read from disk are called for, and take a core for moments. Only
+    differences mean something.
+    """
+    queued_ns = ran_ns = 0
     try:
         for thread_id in thread_ids:
-            text = Path(f"/proc/self/task/{thread_id}/schedstat").read_text()
-            total += int(text.split()[1])
-    except (OSError, IndexError, ValueError):
+            ran, queued, _ = Path(f"/proc/self/task/{thread_id}/schedstat").read_text().split()
+            ran_ns += int(ran)
+            queued_ns += int(queued)
+    except (OSError, ValueError):
         return None
-    return total / 1e9
+    return queued_ns / 1e9 - (time.process_time() - ran_ns / 1e9)
 
 
 class Patience:
@@ -49,10 +55,10 @@ class Patience:
 
     def __init__(
         self,
-        queued: Callable[[Sequence[int]], float | None] = queued_seconds,
+        held_off: Callable[[Sequence[int]], float | None] = held_off_seconds,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._queued, self._clock = queued, clock
+        self._held_off, self._clock = held_off, clock
         self._is_passive = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
         self._thread_ids: list[int] = []
         self._looked = self._clock()
@@ -68,7 +74,7 @@ class Patience:
         if self._is_passive or elapsed < WINDOW_SECONDS:
             return
         thread_ids = [threading.get_native_id(), *member_ids()]
-        total = self._queued(thread_ids)
+        total = self._held_off(thread_ids)
         before = self._seen if thread_ids == self._thread_ids else None
         self._thread_ids, self._seen, self._looked = thread_ids, total, now
         if total is None:

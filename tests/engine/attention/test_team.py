@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -197,14 +198,47 @@ def test_where_nothing_is_counted_or_threads_are_to_be_passive_waits_are_brief(m
     assert look_on(machine.patience(), machine, 5) == 0
 
 
+def counted(ids: list[int]) -> float:
+    found = patience.held_off_seconds(ids)
+    if found is None:
+        pytest.skip("this kernel does not count")
+    return found
+
+
 def test_the_kernel_counts_how_long_a_thread_was_ready_and_had_no_core():
     ids = [threading.get_native_id()]
-    before = patience.queued_seconds(ids)
-    if before is None:
-        pytest.skip("this kernel does not count")
+    before = counted(ids)
     end = time.perf_counter() + 0.02
     while time.perf_counter() < end:
         pass
-    after = patience.queued_seconds(ids)
-    assert after is not None and after >= before
-    assert patience.queued_seconds([2**30]) is None
+    # What other threads of this process run meanwhile is taken off, but there is next to none.
+    assert counted(ids) >= before - 0.01
+    assert patience.held_off_seconds([2**30]) is None
+
+
+def test_a_core_that_our_own_other_threads_take_is_not_held_off_by_others():
+    """Four threads of ours that read and hash, on the two or so cores that there are."""
+    stop = threading.Event()
+    block = bytes(1 << 20)
+
+    def hash_on() -> None:
+        while not stop.is_set():
+            hashlib.sha256(block).digest()
+
+    threads = [threading.Thread(target=hash_on) for _ in range(2 * (os.cpu_count() or 1))]
+    cores = os.sched_getaffinity(0)
+    ids = [threading.get_native_id()]
+    for thread in threads:
+        thread.start()
+    os.sched_setaffinity(0, {min(cores)})  # this thread alone: so that it does have to wait
+    try:
+        before, start = counted(ids), time.perf_counter()
+        end = start + 0.3
+        while time.perf_counter() < end:
+            hashlib.sha256(block).digest()
+        assert counted(ids) - before < 0.0, "they ran for longer than this one waited"
+    finally:
+        stop.set()
+        os.sched_setaffinity(0, cores)
+        for thread in threads:
+            thread.join(10.0)
