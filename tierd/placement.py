@@ -40,7 +40,7 @@ from tierd.errors import NotFound, StorageError, TierFull
 from tierd.index import Page
 from tierd.memory.epochs import EpochClock
 from tierd.memory.slabmemory import MemfdBacking
-from tierd.memory.slabs import SlabPool
+from tierd.memory.slabs import Runs, SlabPool
 from tierd.moves import Move, pool_key
 from tierd.pools import TierParts, TierPools
 from tierd.sessions import Session
@@ -115,9 +115,11 @@ class Placement:
                     return SlabInfo(slab, tier, pool.slot_bytes, slots, backing.fd(slab))
         raise NotFound(f"no slab {slab}")
 
-    def reserve(self, tier: Tier, session: Session, codec: CodecId, pages: int) -> list[Place]:
+    def reserve(
+        self, tier: Tier, session: Session, codec: CodecId, pages: int, runs: Runs | None = None
+    ) -> list[Place]:
         """Reserve a place for each of `pages` pages; all, or none: then the list is empty."""
-        slots = self.pools[tier].reserve(self.pool(tier, session, codec), pages)
+        slots = self.pools[tier].reserve(self.pool(tier, session, codec), pages, runs)
         new = {ref.slab for ref in slots if ref.slab > self._newest_slab}
         for slab in sorted(new):  # ids only rise
             self._newest_slab = slab

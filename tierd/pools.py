@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from tierd.memory.budget import ByteBudget
 from tierd.memory.slabs import (
     SLABS_PER_TIER_MIN,
-    ByteBudget,
+    Runs,
     SlabBacking,
     SlabNumbering,
     SlabPool,
@@ -98,12 +99,14 @@ class TierPools:
         """Say whether `pool` can reserve `slots`; takes empty slabs from others if it must."""
         return self.make_room({pool: slots})
 
-    def reserve(self, pool: SlabPool, slots: int) -> list[SlotRef]:
-        """Reserve all `slots`, or none: then the list is empty.
+    def reserve(self, pool: SlabPool, slots: int, runs: Runs | None = None) -> list[SlotRef]:
+        """Reserve all `slots`, or none: then the list is empty. `runs`: as neighbours.
 
         Raises TierFull or StorageError when a slab within the budget cannot be made.
         """
-        return pool.reserve(slots) if self.make_available(pool, slots) else []
+        if not self.make_available(pool, slots):
+            return []
+        return pool.reserve(slots) if runs is None else pool.reserve_runs(slots, runs)
 
     def reclaim(self, safe_epoch: int) -> int:
         """Free the slots retired before `safe_epoch`; return how many."""

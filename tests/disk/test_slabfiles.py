@@ -8,7 +8,8 @@ import pytest
 from tierd.disk.slabfiles import SlabFiles
 from tierd.disk.volatile import VolatileLedger
 from tierd.errors import NotFound, StorageError, StorageFull
-from tierd.memory.slabs import ByteBudget, SlabIds, SlabPool
+from tierd.memory.budget import ByteBudget
+from tierd.memory.slabs import SlabIds, SlabPool
 from tierd.testing import MemoryDisk, failing
 from tierd.types import SlabRecord, Tier
 

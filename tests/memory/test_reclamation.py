@@ -6,11 +6,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tierd.memory.budget import ByteBudget
 from tierd.memory.epochs import EPOCH_PAGE_BYTES, EpochClock, EpochWriter
 from tierd.memory.memfd import Mapping, create_memfd
 from tierd.memory.pagetable import PageTableReader, PageTableWriter
 from tierd.memory.slabmemory import MemfdBacking
-from tierd.memory.slabs import ByteBudget, SlabIds, SlabPool, SlotRef
+from tierd.memory.slabs import SlabIds, SlabPool, SlotRef
 from tierd.types import CodecId, Place, Tier
 
 SLOT = 4096

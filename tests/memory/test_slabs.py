@@ -9,9 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tierd.errors import StorageFull, TierFull
 from tierd.memory import slabs
+from tierd.memory.budget import ByteBudget
 from tierd.memory.memfd import Mapping
 from tierd.memory.slabmemory import MemfdBacking
-from tierd.memory.slabs import ByteBudget, SlabIds, SlabPool, SlotCounts, SlotRef
+from tierd.memory.slabs import Runs, SlabIds, SlabPool, SlotCounts, SlotRef
 from tierd.types import SlabRecord, Tier
 
 SLOT = 8192
@@ -337,6 +338,24 @@ class LifeOfSlots(RuleBasedStateMachine):
             assert slot.generation > self.generations.get(place, 0)
             self.generations[place] = slot.generation
             held.add(place)
+        self.reserved += [(pool, slot) for slot in slots]
+
+    @rule(which=st.integers(0, 1), rows=st.integers(1, 3), each=st.integers(1, 3), data=st.data())
+    def reserve_runs(self, which: int, rows: int, each: int, data: st.DataObject) -> None:
+        pool, held = self.pools[which], self.held()
+        before = pool.available_slots()
+        of_pool = [slot for own, slot in (*self.reserved, *self.resident) if own is pool]
+        behind = [data.draw(st.sampled_from([None, *of_pool])) for _ in range(rows)]
+        slots = pool.reserve_runs(rows * each, Runs(behind, each + 1))
+        assert len(slots) in (0, rows * each)
+        for number, slot in enumerate(slots):
+            place = (slot.slab, slot.slot)
+            assert place not in held and slot.generation > self.generations.get(place, 0)
+            if number % each:
+                assert place == (slots[number - 1].slab, slots[number - 1].slot + 1)
+            self.generations[place] = slot.generation
+            held.add(place)
+        assert pool.available_slots() == before - len(slots)
         self.reserved += [(pool, slot) for slot in slots]
 
     @precondition(lambda self: self.reserved)

@@ -7,7 +7,6 @@
 Invariants:
   in each slab, free + reserved + resident + retired + bad == slots
   a slab that takes no more has no free slot: what would be free is bad
-  no slot below a slab's `first_free` is free
   each slab with a free slot is in `roomy`, lowest first; one without may still be
   `counts` are the slots of all slabs by state
   a generation never falls, and rises at each reserve
@@ -17,21 +16,28 @@ Invariants:
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tierd.errors import TierFull
+from tierd.memory.budget import ByteBudget
+from tierd.memory.slabstates import (
+    BAD,
+    FREE,
+    RESERVED,
+    RESIDENT,
+    RETIRED,
+    STATES,
+    SlabStates,
+    Slots,
+)
 from tierd.types import SlabRecord, Tier
 
-FREE, RESERVED, RESIDENT, RETIRED, BAD = 0, 1, 2, 3, 4
-_STATES = 5
 SLAB_ID_MAX = 2**24 - 1
-_SEARCH_SLOTS = 256  # looked at first: as quick as one; a whole slab of 100,000 takes 100 us
 
 # A tier holds several pools (namespaces; the exact first blocks beside encoded ones), and
 # room passes from one to another a whole slab at a time: a slab is at most 1/16 of a tier.
@@ -65,6 +71,17 @@ class SlotRef(NamedTuple):
     generation: int
 
 
+class Runs(NamedTuple):
+    """How slots are to be neighbours: as many for each of `behind`.
+
+    Right behind that slot; or, where there is none or what follows it is not free, at the start
+    of `run_slots` free ones, so that what comes later finds room behind them.
+    """
+
+    behind: Sequence[Slot | None]
+    run_slots: int
+
+
 @dataclass(frozen=True, slots=True)
 class SlotCounts:
     """Slots of a pool by state."""
@@ -89,58 +106,6 @@ class SlabBacking(Protocol):
         """Return the fd to pass to an engine; it stays the backing's."""
 
 
-class ByteBudget:
-    """Bytes that all pools of a tier may use together.
-
-    `awaited_bytes` of them are for slabs of an earlier run that engines may yet bring.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
-        self.peak_bytes = 0
-        self.awaited_bytes = 0
-
-    @property
-    def remaining_bytes(self) -> int:
-        """Bytes that new slabs can still take."""
-        return max(0, self.unused_bytes - self.awaited_bytes)
-
-    @property
-    def unused_bytes(self) -> int:
-        """Bytes that slabs of an earlier run can still take."""
-        return self.limit_bytes - self.used_bytes
-
-    def await_slabs(self) -> None:
-        """Keep all that is unused for slabs of an earlier run: how many there are is not known."""
-        self.awaited_bytes = self.unused_bytes
-
-    def arrived(self, size_bytes: int) -> None:
-        """A slab that was awaited is about to take its bytes."""
-        self.awaited_bytes = max(0, self.awaited_bytes - size_bytes)
-
-    def stop_awaiting(self) -> None:
-        """No slab of an earlier run will come any more. Idempotent."""
-        self.awaited_bytes = 0
-
-    def take(self, size_bytes: int) -> None:
-        """Take bytes. The caller has looked at `remaining_bytes`, or at `unused_bytes`."""
-        assert 0 <= size_bytes <= self.unused_bytes, f"{size_bytes=} {self.unused_bytes=}"
-        self.used_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-
-    def give(self, size_bytes: int) -> None:
-        """Give bytes back."""
-        assert 0 <= size_bytes <= self.used_bytes, f"{size_bytes=} {self.used_bytes=}"
-        self.used_bytes -= size_bytes
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless 0 <= used <= peak <= limit, and awaited is within it."""
-        used, peak, limit = self.used_bytes, self.peak_bytes, self.limit_bytes
-        assert 0 <= used <= peak <= limit, f"{used=} {peak=} {limit=} bytes"
-        assert 0 <= self.awaited_bytes <= limit, f"{self.awaited_bytes=} {limit=}"
-
-
 class SlabNumbering(Protocol):
     """Who numbers the slabs: unique over both tiers, for as long as the store lives."""
 
@@ -159,42 +124,6 @@ class SlabIds:
         assert self._next <= SLAB_ID_MAX, "slab ids are used up"
         self._next += 1
         return self._next - 1
-
-
-@dataclass(slots=True)
-class _Slab:
-    """States and generations of one slab's slots; `retired` is (epoch, slots), oldest first."""
-
-    states: npt.NDArray[np.uint8]
-    # A slot reused each 10 ms passes 2**32 generations after 497 days.
-    generations: npt.NDArray[np.uint32]
-    free_count: int
-    first_free: int = 0
-    takes: bool = True
-    is_roomy: bool = True
-    retired: deque[tuple[int, list[int]]] = field(default_factory=deque)
-
-    def take(self, count: int) -> npt.NDArray[np.intp]:
-        """Reserve the lowest free slots, at most `count`; return which."""
-        end = self.first_free + max(2 * count, _SEARCH_SLOTS)
-        while True:
-            searched = self.states[self.first_free : end]
-            slots = self.first_free + np.flatnonzero(searched == FREE)[:count]
-            if len(slots) == count or end >= len(self.states):
-                break
-            end += 4 * (end - self.first_free)
-        self.states[slots] = RESERVED
-        self.generations[slots] += 1
-        self.free_count -= len(slots)
-        if len(slots):
-            self.first_free = int(slots[-1]) + 1
-        return slots
-
-    def free(self, slots: list[int]) -> None:
-        """Let slots be taken again."""
-        self.states[slots] = FREE
-        self.free_count += len(slots)
-        self.first_free = min(self.first_free, *slots)
 
 
 class SlabPool:
@@ -218,9 +147,9 @@ class SlabPool:
         self._slots_per_slab = slab_bytes // slot_bytes
         self._backing = backing
         self._ids = ids
-        self._slabs: dict[int, _Slab] = {}
+        self._slabs: dict[int, SlabStates] = {}
         self._held: set[int] = set()  # slabs of an earlier run whose engines may still come
-        self._counts = [0] * _STATES
+        self._counts = [0] * STATES
         self._roomy: list[int] = []  # a heap of slab ids
 
     # -- what there is --------------------------------------------------------
@@ -285,8 +214,46 @@ class SlabPool:
             taken += self._take(slab_id, slab, count - len(taken))
         return taken
 
-    def _take(self, slab_id: int, slab: _Slab, count: int) -> list[SlotRef]:
-        slots = slab.take(count)
+    def reserve_runs(self, count: int, runs: Runs) -> list[SlotRef]:
+        """Reserve `count` slots, neighbours as `runs` says, in its order; all or none.
+
+        Returns [] when that cannot be: there may be room for `reserve`. Raises as it does.
+        """
+        each = count // len(runs.behind)
+        assert each * len(runs.behind) == count and 0 < each <= runs.run_slots, f"{count=} {each=}"
+        taken: list[SlotRef] = []
+        for slot in runs.behind:
+            run = self._behind(slot, each) or self._fresh_run(each, runs.run_slots)
+            if not run:
+                self.abort(taken)
+                return []
+            taken += run
+        return taken
+
+    def _behind(self, slot: Slot | None, count: int) -> list[SlotRef]:
+        slab = None if slot is None else self._slabs.get(slot.slab)
+        if slot is None or slab is None or not slab.takes:
+            return []
+        return self._taken(slot.slab, slab, slab.take_behind(slot.slot, count))
+
+    def _fresh_run(self, count: int, run_slots: int) -> list[SlotRef]:
+        for slab_id, slab in self._slabs.items():
+            if slab.takes and slab.free_count >= run_slots:
+                run = self._taken(slab_id, slab, slab.take_run(count, run_slots))
+                if run:
+                    return run
+        if self.slots_within(self._budget.remaining_bytes, run_slots)[0] < run_slots:
+            return []
+        self._add_slab()
+        slab_id, slab = next(reversed(self._slabs.items()))
+        return self._taken(slab_id, slab, slab.take_run(count, run_slots))
+
+    def _take(self, slab_id: int, slab: SlabStates, count: int) -> list[SlotRef]:
+        return self._taken(slab_id, slab, slab.take(count))
+
+    def _taken(self, slab_id: int, slab: SlabStates, slots: Slots | None) -> list[SlotRef]:
+        if slots is None:
+            return []
         self._count(FREE, RESERVED, len(slots))
         generations = slab.generations[slots].tolist()
         return [
@@ -294,7 +261,7 @@ class SlabPool:
             for slot, generation in zip(slots.tolist(), generations, strict=True)
         ]
 
-    def _free(self, slab_id: int, slab: _Slab, slots: list[int], before: int) -> None:
+    def _free(self, slab_id: int, slab: SlabStates, slots: list[int], before: int) -> None:
         if not slab.takes:
             slab.states[slots] = BAD
             self._count(before, BAD, len(slots))
@@ -310,7 +277,7 @@ class SlabPool:
         record = SlabRecord(self._ids.take_slab_id(), self.namespace_digest, self.slot_bytes, slots)
         self._backing.create(record)
         self._budget.take(record.size_bytes)
-        self._slabs[record.slab] = _Slab(
+        self._slabs[record.slab] = SlabStates(
             np.zeros(slots, np.uint8), np.zeros(slots, np.uint32), free_count=slots
         )
         self._counts[FREE] += slots
@@ -332,7 +299,7 @@ class SlabPool:
         if record.size_bytes > self._budget.unused_bytes:
             raise TierFull(f"a slab of {record.size_bytes} bytes is beyond the budget")
         self._budget.take(record.size_bytes)
-        slab = _Slab(
+        slab = SlabStates(
             np.zeros(record.slots, np.uint8),
             np.full(record.slots, generation_floor, np.uint32),
             free_count=0,
@@ -340,7 +307,7 @@ class SlabPool:
         slab.states[used] = RESIDENT
         slab.generations[used] = generations
         slab.states[list(bad)] = BAD
-        found = np.bincount(slab.states, minlength=_STATES).tolist()
+        found = np.bincount(slab.states, minlength=STATES).tolist()
         self._counts = [count + more for count, more in zip(self._counts, found, strict=True)]
         slab.free_count = found[FREE]
         self._slabs[record.slab] = slab
@@ -473,12 +440,12 @@ class SlabPool:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot is in exactly one state and counted so."""
-        totals = np.zeros(_STATES, np.int64)
+        totals = np.zeros(STATES, np.int64)
         for slab_id, slab in self._slabs.items():
-            counts = np.bincount(slab.states, minlength=_STATES).tolist()
+            counts = np.bincount(slab.states, minlength=STATES).tolist()
             (free, _, _, retired, _), total = counts, len(slab.states)
             totals += counts
-            assert len(counts) == _STATES and sum(counts) == total, f"{slab_id=} {counts=}"
+            assert len(counts) == STATES and sum(counts) == total, f"{slab_id=} {counts=}"
             assert free == slab.free_count, f"{slab_id=} {free=} {slab.free_count=}"
             waiting = sum(len(slots) for _, slots in slab.retired)
             assert retired == waiting, f"{slab_id=} {retired=} {waiting=}"
