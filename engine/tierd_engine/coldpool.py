@@ -31,6 +31,7 @@ from tierd.disk import header
 from tierd.disk.header import SlotCheck
 from tierd.errors import TierdError
 from tierd_engine.attention import reading, xxh3
+from tierd_engine.attention.atomics import TOKEN_BYTES
 from tierd_engine.attention.compiling import KERNEL_SOURCES
 from tierd_engine.workthreads import start_threads
 
@@ -86,11 +87,13 @@ class ColdPool:
         self._words = np.zeros(reading.WORDS, np.int64)
         self._chunks = np.zeros((chunks_max, reading.CHUNK_WORDS), np.int64)
         self._pid = os.getpid()
-        self._work_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+        # A pipe wakes one of those who wait for a token; an eventfd wakes all of them.
+        self._work_fd, self._tokens_fd = os.pipe2(os.O_CLOEXEC)
         try:
             self._done_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except OSError:
             os.close(self._work_fd)
+            os.close(self._tokens_fd)
             raise
         self._poll = select.poll()
         self._poll.register(self._done_fd, select.POLLIN)
@@ -107,8 +110,7 @@ class ColdPool:
                 else []
             )
         except TierdError:
-            os.close(self._work_fd)
-            os.close(self._done_fd)
+            self._close_fds()
             raise
 
     def set_table(self, units: Sequence[Sequence[Sequence[Run]]], addresses: Sequence[int]) -> None:
@@ -151,25 +153,26 @@ class ColdPool:
         self._words[numbers] = [table.ctypes.data for table in tables]
         self._words[reading.QUEUE_MASK] = size - 1
 
-    def submit(self, unit: int, chunk: int) -> None:
-        """Begin to read a unit of the table into a chunk."""
-        first, end = self._first_share[unit], self._first_share[unit + 1]
-        assert not self._chunks[chunk, 0], "the chunk is being read into"
-        if first == end:
+    def submit(self, begun: Sequence[tuple[int, int]]) -> None:
+        """Begin to read units of the table, each into a chunk: (unit, chunk)."""
+        entries: list[tuple[int, int, int]] = []
+        for unit, chunk in begun:
+            assert not self._chunks[chunk, 0], "the chunk is being read into"
+            shares = range(self._first_share[unit], self._first_share[unit + 1])
+            entries += [(share, self._addresses[chunk], chunk) for share in shares]
+        if not entries:
             return
         tail = int(self._words[reading.TAIL])
-        at = (tail + np.arange(end - first)) % len(self._queue)
-        self._queue[at, 0] = np.arange(first, end)
-        self._queue[at, 1] = self._addresses[chunk]
-        self._queue[at, 2] = chunk
+        self._queue[(tail + np.arange(len(entries))) % len(self._queue)] = entries
         try:
-            self._chunks[chunk] = end - first, 0
-            self._offer(self._words.ctypes.data, tail + end - first)
+            for unit, chunk in begun:
+                self._chunks[chunk] = self._first_share[unit + 1] - self._first_share[unit], 0
+            self._offer(self._words.ctypes.data, tail + len(entries))
         except BaseException:  # an interrupt: nobody will read what nobody was offered
             if self._words[reading.TAIL] == tail:
-                self._chunks[chunk] = 0
+                self._chunks[[chunk for _, chunk in begun]] = 0
             raise
-        os.eventfd_write(self._work_fd, end - first)
+        self._wake(len(entries))
 
     def wait(self, chunk: int, seconds_left: Callable[[], float]) -> bool:
         """Return whether a chunk has been read and all its pages are right.
@@ -190,7 +193,7 @@ class ColdPool:
         self._words[reading.SKIP] = 1
         # An interrupt may have come between entries and their tokens: more tokens do no harm.
         untaken = self._words[reading.TAIL] - self._words[reading.NEXT]
-        os.eventfd_write(self._work_fd, 1 + int(untaken))
+        self._wake(1 + int(untaken))
         for chunk in range(len(self._addresses)):
             self.wait(chunk, seconds_left)
         self._words[reading.SKIP] = 0
@@ -203,13 +206,19 @@ class ColdPool:
         if self._words[reading.STOP] or os.getpid() != self._pid:
             return
         self._words[reading.STOP] = 1
-        os.eventfd_write(self._work_fd, len(self._threads))
+        self._wake(len(self._threads))
         give_up_at = time.monotonic() + _JOIN_SECONDS
         for thread in self._threads:
             thread.join(timeout=max(0.0, give_up_at - time.monotonic()))
         if not any(thread.is_alive() for thread in self._threads):
-            os.close(self._work_fd)
-            os.close(self._done_fd)
+            self._close_fds()
+
+    def _wake(self, threads: int) -> None:
+        os.write(self._tokens_fd, bytes(TOKEN_BYTES * threads))
+
+    def _close_fds(self) -> None:
+        for fd in (self._work_fd, self._tokens_fd, self._done_fd):
+            os.close(fd)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the queue's counts add up."""
@@ -220,7 +229,7 @@ class ColdPool:
         assert tail - taken <= left, f"{taken=} {tail=} {left=}"
 
 
-_JOIN_SECONDS = 1.0  # what hangs longer is left to its thread, and its two fds with it
+_JOIN_SECONDS = 1.0  # what hangs longer is left to its thread, and its three fds with it
 
 
 def _serve(serve: Compiled, words: IntArray, held: Any) -> None:

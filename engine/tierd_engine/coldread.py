@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # it imports Numba, which is of use only where pages are cold
 READ_THREADS = 16
 # 8 MiB in a chunk; 1 MiB/s is the slowest disk a job can still use: 8 s, and 2 s of grace.
 READ_DEADLINE_SECONDS = 10.0
+FILLS = 4  # in which all chunks are filled again: each wakes threads
 # Neighbours are read together: a unit of 8 MiB is 8 of these at least.
 READ_BYTES = 1 << 20
 # Reads that one thread does for one future: a future costs as much of the interpreter's lock as
@@ -262,29 +263,33 @@ class ColdReader:
         self.bytes_read += len(unit.pages) * unit.layout.slot_bytes
 
     def release(self) -> None:
-        """Let the chunk of the last taken unit be filled again."""
+        """Let the chunk of the last taken unit be filled again, now or together with the next."""
         self._released_count += 1
         assert self._released_count == self._taken_count, "one unit is in use at a time"
-        self._fill()
+        ahead = self._issued_count - self._released_count
+        if ahead <= self._ahead_max - max(1, self._ahead_max // FILLS):
+            self._fill()
+
+    @property
+    def _ahead_max(self) -> int:
+        """Never further than one whole cycle: a short schedule is read once a step."""
+        return min(self._chunks, len(self._units))
 
     def _fill(self) -> None:
-        if not self._units:
+        first, end = self._issued_count, self._released_count + self._ahead_max
+        if first >= end:
             return
-        # Never further ahead than one whole cycle: a short schedule is read once a step.
-        ahead_max = min(self._chunks, len(self._units))
-        while self._issued_count - self._released_count < ahead_max:
-            index = self._issued_count % len(self._units)
-            chunk = self._issued_count % self._chunks
-            self._issued.append(self._read(index, chunk))
-            self._issued_count += 1
-
-    def _read(self, index: int, chunk: int) -> list[Future[None]]:
+        begun = [(number % len(self._units), number % self._chunks) for number in range(first, end)]
         if self._is_pooled:
             assert self._pool is not None
-            self._pool.submit(index, chunk)
-            return []
-        unit = self._units[index]
-        return self._submit(unit, self._shares[index], self._views(unit, chunk))
+            self._pool.submit(begun)
+            self._issued.extend([] for _ in begun)
+        else:
+            for index, chunk in begun:
+                unit = self._units[index]
+                views = self._views(unit, chunk)
+                self._issued.append(self._submit(unit, self._shares[index], views))
+        self._issued_count = end
 
     def _views(self, unit: ColdUnit, chunk: int) -> list[memoryview]:
         size = unit.layout.slot_bytes

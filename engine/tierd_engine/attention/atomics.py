@@ -18,7 +18,7 @@ from tierd_engine.attention.simd import pointer_to
 
 _I64 = ir.IntType(64)
 _BYTES = ir.IntType(8).as_pointer()
-_TOKEN_BYTES = 8  # of a read or write of an eventfd
+TOKEN_BYTES = 8  # as an eventfd has it
 # Intrinsics, as inline assembly needs a parser that not every host has.
 _PAUSES = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint", [1])}
 
@@ -99,7 +99,7 @@ def _move_token(name: str) -> Any:
                 function = ir.Function(builder.module, kind, name=name)
             fd = builder.trunc(args[0], ir.IntType(32))
             data = builder.inttoptr(args[1], _BYTES)
-            return builder.call(function, [fd, data, ir.Constant(_I64, _TOKEN_BYTES)])
+            return builder.call(function, [fd, data, ir.Constant(_I64, TOKEN_BYTES)])
 
         return types.int64(types.int64, types.int64), codegen
 
@@ -111,15 +111,18 @@ _read, _write = _move_token("read"), _move_token("write")  # of the C library
 
 @step
 def take_token(fd: Any, token: Any) -> None:
-    """Sleep until there is a token in the eventfd `fd`, and take it. `token`: 8 bytes to use."""
-    while _read(fd, token) != _TOKEN_BYTES:  # a signal came
+    """Sleep until there is a token in `fd`, an eventfd or a pipe, and take it.
+
+    `token`: 8 bytes to use.
+    """
+    while _read(fd, token) != TOKEN_BYTES:  # a signal came
         pass
 
 
 @step
 def give_token(fd: Any, token: Any) -> None:
     """Put a token into the eventfd `fd`. `token`: the address of an int64 1."""
-    while _write(fd, token) != _TOKEN_BYTES:
+    while _write(fd, token) != TOKEN_BYTES:
         pass
 
 

@@ -34,8 +34,9 @@ from tierd_engine.attention.compiling import step
 from tierd_engine.attention.xxh3 import xxh3_64, xxh3_128_at
 
 # Words of a pool. STOP: threads end. SKIP: shares count as done, unread. NEXT, TAIL: of the queue's
-# entries the next to be taken, and the next to be made. WORK, DONE: eventfds; a token of WORK more
-# than there are entries wakes a thread for nothing. PAGES, RUNS, SHARES: addresses of the table.
+# entries the next to be taken, and the next to be made. WORK, DONE: a pipe's end, an eventfd; a
+# token of WORK more than there are entries wakes a thread for nothing. PAGES, RUNS, SHARES:
+# addresses of the table.
 STOP, SKIP, NEXT, TAIL, WORK, DONE, ONE, PAGES, RUNS, SHARES, QUEUE, QUEUE_MASK, CHUNKS = range(13)
 WORDS = 13
 PAGE_WORDS, RUN_WORDS, SHARE_WORDS = 3, 6, 2
