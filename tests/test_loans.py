@@ -81,6 +81,36 @@ def test_the_pages_of_a_layer_lie_side_by_side_in_cold() -> None:
     intact(rig, session)
 
 
+def by_layer(rig: Rig, session) -> list[list[int]]:
+    places = [[session.index.get(layer, b).place for b in range(3, 9)] for layer in range(LAYERS)]
+    assert len({place.slab for row in places for place in row}) == 1
+    return [[place.slot for place in row] for row in places]
+
+
+def test_they_do_also_where_blocks_come_one_at_a_time(monkeypatch) -> None:
+    monkeypatch.setattr(lending, "RUN_BYTES", 6 * INT8_SLOT)
+    rig, session = full(cold_blocks=400)
+    for block in range(3, 9):
+        planned = plan(rig, session, [block], writes_cold=True)
+        rig.store.commit(1, planned.reservation, rig.write(session, planned, 0))
+    slots = by_layer(rig, session)
+    assert [list(np.diff(row)) for row in slots] == [[1] * 5] * LAYERS
+    # Between two layers there is room for what is to come.
+    assert min(np.diff(sorted(row[0] for row in slots))) >= 6
+    intact(rig, session)
+    rig.store.check_integrity()
+
+
+def test_where_there_is_no_room_for_gaps_slots_are_lent_as_they_come() -> None:
+    rig, session = full(cold_blocks=8)
+    for block in range(3, 9):
+        planned = plan(rig, session, [block], writes_cold=True)
+        assert (list(planned.blocks), planned.tier) == ([block], Tier.COLD)
+        rig.store.commit(1, planned.reservation, rig.write(session, planned, 0))
+    intact(rig, session)
+    rig.store.check_integrity()
+
+
 def test_committed_pages_are_cold_with_their_bytes() -> None:
     rig, session = full()
     planned = plan(rig, session, [3, 4], writes_cold=True)

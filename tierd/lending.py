@@ -122,7 +122,7 @@ def _lend_runs(
     The first block's pages, raw ones, are nobody's neighbours.
     """
     block_bytes = sum(placement.slot_bytes(session, codec) for codec in codecs)
-    blocks = blocks[: max(1, COLD_PLAN_BYTES // block_bytes)]
+    blocks = blocks[: max(1, -(-COLD_PLAN_BYTES // block_bytes))]
     needs = {
         pool: slots * len(blocks)
         for pool, slots in needs_of(placement, session, codecs, Tier.COLD).items()
@@ -134,8 +134,8 @@ def _lend_runs(
     for pool, pages in needs.items():
         layers = [layer for layer, own in enumerate(pools) if own is pool]
         behind = [_cold_place(session, layer, blocks[0] - 1) for layer in layers]
-        wanted = min(-(-RUN_BYTES // pool.slot_bytes), pool.available_slots() // len(layers))
-        run_slots = max(len(blocks), wanted)
+        share = pool.available_slots() // len(layers)
+        run_slots = max(len(blocks), min(-(-RUN_BYTES // pool.slot_bytes), share))
         codec, runs = codecs[layers[0]], Runs(behind, run_slots)
         try:
             found[pool] = placement.reserve(Tier.COLD, session, codec, pages, runs)

@@ -68,7 +68,9 @@ def test_small_units_are_read_further_ahead(slab: int, pages: int) -> None:
     for schedule in (units, units[::-1]):
         reader.set_schedule(schedule)
         for i in range(25):
-            assert reader._issued_count - reader._taken_count == min(10, RING_CHUNKS * 4 // pages)
+            ahead, most = reader._issued_count - reader._taken_count, RING_CHUNKS * 4 // pages
+            # Chunks are filled again a quarter of them together.
+            assert 0.75 * min(10, most) < ahead <= min(10, most)
             slots = [page.block for page in schedule[i % 10].pages]
             assert _first_bytes(reader.take()) == slots
             reader.check_integrity()

@@ -64,6 +64,22 @@ class Tiny:
         assert used == self.budget.used_bytes == sum(self.backing.sizes.values())
 
 
+def test_runs_follow_what_they_are_behind_or_leave_room_behind_them() -> None:
+    tiny = Tiny(24 * SLOT, slab_bytes=12 * SLOT)
+    pool = tiny.pool()
+    first = pool.reserve_runs(2, Runs([None, None], 4))
+    assert [(ref.slab, ref.slot) for ref in first] == [(1, 0), (1, 4)]
+    again = pool.reserve_runs(4, Runs(first, 4))
+    assert [(ref.slab, ref.slot) for ref in again] == [(1, 1), (1, 2), (1, 5), (1, 6)]
+    # What follows is not all free, nor are there two stretches more in this slab.
+    more = pool.reserve_runs(4, Runs([again[1], again[3]], 4))
+    assert [(ref.slab, ref.slot) for ref in more] == [(1, 8), (1, 9), (2, 0), (2, 1)]
+    assert pool.reserve_runs(9, Runs([None] * 3, 4)) == [], "all or none"
+    assert pool.counts().reserved == 10
+    assert [(ref.slab, ref.slot) for ref in pool.reserve(2)] == [(1, 3), (1, 7)], "gaps are room"
+    tiny.check()
+
+
 @pytest.fixture
 def tiny():
     tiny = Tiny(budget_bytes=10 * SLOT)
