@@ -279,6 +279,9 @@ class StoreMachine(RuleBasedStateMachine):
             key = PageKey(session.number, layer, block)
             if key not in self.store.placement.moving:
                 wanted[Tier.COLD if found.place.tier is Tier.WARM else Tier.WARM].append(key)
+        # As the mover does: what has a copy in cold is not copied there again.
+        down = [key for key in wanted[Tier.COLD] if not self.store.traffic.fall_back(key)]
+        wanted[Tier.COLD] = down
         for to, keys in wanted.items():
             moves = self.store.traffic.begin_moves(keys, to)
             assert [move.key for move in moves] == keys[: len(moves)]
