@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,15 +74,24 @@ def test_an_engine_killed_before_its_commit_leaves_nothing(tmp_path: Path, writt
         assert tool.stats()["corrupt"] == 0 and not tool.sessions()
 
 
+def places_of(plan: Any) -> set[tuple[int, int]]:
+    return set(zip(plan.slab.ravel().tolist(), plan.slot.ravel().tolist(), strict=True))
+
+
 def test_slots_an_engine_holds_across_a_restart_are_nobody_elses(tmp_path: Path) -> None:
     script = HOLD_WARM + (
+        "import json\n"
         "plan = handle.plan_demotion(range(1, 5), 4, writes_cold=True)\n"
         "stack = lent(client, plan); fds = stack.__enter__()\n"
+        f"open({str(tmp_path / 'places')!r}, 'w').write(json.dumps(\n"
+        "    [plan.slab.ravel().tolist(), plan.slot.ravel().tolist()]))\n"
     )
     with (
         daemon_process(tmp_path) as (daemon, socket),
         engine_process(socket, script) as engine,
     ):
+        its_own = set(zip(*json.loads((tmp_path / "places").read_text()), strict=True))
+        assert len(its_own) == 4 * LAYERS
         daemon.kill()
         daemon.wait(10.0)
         with daemon_process(tmp_path) as (_, socket), Client.connect(socket) as client:
@@ -89,16 +100,15 @@ def test_slots_an_engine_holds_across_a_restart_are_nobody_elses(tmp_path: Path)
             handle = client.open_session(INT8, MAX_TOKENS)
             first = handle.plan_demotion(range(1, 5), 4, writes_cold=True)
             assert first.cold
-            slots = set(first.slot.ravel().tolist())
-            assert not slots & set(range(4 * LAYERS)), "the first slots are the stopped one's"
+            assert not places_of(first) & its_own
             engine.send_signal(signal.SIGKILL)
             engine.wait(10.0)
 
             def is_free() -> bool:
                 plan = handle.plan_demotion(range(5, 60), 55, writes_cold=True)
-                found = set(plan.slot[plan.slab == first.slab[0, 0]].ravel().tolist())
+                found = places_of(plan)
                 handle.abort(plan)
-                return set(range(4 * LAYERS)) <= found
+                return its_own <= found
 
             eventually(is_free, 5.0)
             assert held.blocks
