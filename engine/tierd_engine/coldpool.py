@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import select
@@ -89,6 +90,7 @@ class ColdPool:
         self._pid = os.getpid()
         # A pipe wakes one of those who wait for a token; an eventfd wakes all of them.
         self._work_fd, self._tokens_fd = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._tokens_fd, False)
         try:
             self._done_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except OSError:
@@ -214,7 +216,9 @@ class ColdPool:
             self._close_fds()
 
     def _wake(self, threads: int) -> None:
-        os.write(self._tokens_fd, bytes(TOKEN_BYTES * threads))
+        # A full pipe has thousands of tokens, far more than there can be shares to take.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._tokens_fd, bytes(TOKEN_BYTES * threads))
 
     def _close_fds(self) -> None:
         for fd in (self._work_fd, self._tokens_fd, self._done_fd):
