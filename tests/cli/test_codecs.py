@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 RAISED = {
-    "layer": 1, "asked": "int4", "chosen": "int8", "error": 0.5, "error_chosen": 0.01,
-    "budget": 0.02, "why": "because",
+    "layer": 1, "asked": "int4", "chosen": "int8", "error": 0.5, "kl": 0.02, "kl_chosen": 1e-4,
+    "why": "because",
 }  # fmt: skip
 GUARD = {
     "source": "measured", "codecs": "int4,layers:1-2=int8", "followed": True,
-    "raised": [RAISED, {**RAISED, "layer": 2, "error": 0.25}], "tokens": 256, "queries": 4,
-    "seconds": 0.0123, "error": 0.3, "error_chosen": 0.01, "budget": 0.02, "errors": [],
+    "raised": [RAISED, {**RAISED, "layer": 2, "kl": 0.01}], "tokens": 256, "queries": 4,
+    "seconds": 0.123, "kl_asked": 0.031, "kl_chosen": 1e-3, "kl_limit": 1.5e-3, "errors": [],
+    "kls": [],
 }  # fmt: skip
 
 
@@ -42,8 +43,9 @@ def test_what_is_no_codec_is_refused_before_anything_starts(
 def test_the_report_says_which_layers_got_what_and_why(world: Any, tierd: Any) -> None:
     world.report["guard"] = GUARD
     out = tierd("demo").out
-    assert "output would err 3.0e-01; 2.0e-02 is allowed (12.3 ms)" in out
-    assert "int4 to int8" in out and "layers 1, 2: int4 errs up to 5.0e-01" in out
+    out = " ".join(out.split())
+    assert "KL would be 3.1e-02, with the changes below 1.0e-03; 1.5e-03 is allowed (123 ms)" in out
+    assert "int4 to int8" in out and "layers 1, 2: int4 costs up to 2.0e-02" in out
     assert "not followed" not in out
     world.report["guard"] = {**GUARD, "followed": False}
     assert "not followed" in tierd("demo").out

@@ -85,9 +85,14 @@ def _guard_rows(guard: Section) -> Iterator[tuple[str, str]]:
         return
     measured = guard.get("source") == "measured"
     if measured:
-        error, budget = figure(guard.get("error"), ".1e"), figure(guard.get("budget"), ".1e")
-        took = figure(1000 * guard.get("seconds", 0.0), ".1f", " ms")
-        verdict = f"attention's output would err {error}; {budget} is allowed ({took})"
+        names = ("kl_asked", "kl_chosen", "kl_limit")
+        asked_kl, chosen_kl, limit = (figure(guard.get(name), ".1e") for name in names)
+        rose = f", with the changes below {chosen_kl}" if guard.get("raised") else ""
+        took = figure(1000 * guard.get("seconds", 0.0), ",.0f", " ms")
+        verdict = (
+            f"where the text repeats itself KL would be {asked_kl}{rose}; "
+            f"{limit} is allowed ({took})"
+        )
     else:
         verdict = str(guard.get("source", "-"))
     yield "quality guard", verdict
@@ -96,7 +101,7 @@ def _guard_rows(guard: Section) -> Iterator[tuple[str, str]]:
         changes.setdefault((row["asked"], row["chosen"]), []).append(row)
     for (asked, chosen), rows in changes.items():
         layers = ", ".join(str(row["layer"]) for row in rows)
-        why = f": {asked} errs up to {max(row['error'] for row in rows):.1e}" if measured else ""
+        why = f": {asked} costs up to {max(row['kl'] for row in rows):.1e}" if measured else ""
         yield f"{asked} to {chosen}", f"layer{'s' * (len(rows) > 1)} {layers}{why}"
     if guard.get("followed") is False:
         yield "not followed", "the warm tier cannot hold a block of these codecs"
