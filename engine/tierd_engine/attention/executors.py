@@ -151,14 +151,19 @@ class Executors:
         if call is None or call.scale != scale or call.kind != _KINDS[q.dtype]:
             call = self._calls[layer] = self._make_call(layer, n, scale, _KINDS[q.dtype])
         out = torch.empty((n, self.heads, self.geometry.head_dim), dtype=q.dtype)
-        call.run(q.data_ptr(), out.data_ptr())
+        if call.brought is not None:
+            call.brought[:] = self.reader.take()
+            call.run(q.data_ptr(), out.data_ptr())
+            self.reader.release()
+        else:
+            call.run(q.data_ptr(), out.data_ptr())
         if not call.merges:
             merged = self._add_moved(layer, q.float().view(out.shape).numpy(), call.parts, scale)
             out.copy_(torch.from_numpy(merged))
         return out if q.dtype == query.dtype else out.to(query.dtype)
 
     def _make_call(self, layer: int, n: int, scale: float, kind: int) -> LayerCall:
-        """Return the call over what is attended where it lies."""
+        """Return the call over what is attended where it lies, and over a lone cold unit."""
         plan, _, mode = self._step()
         o, lse = self._scratch(plan.parts_max, n)
         below = plan.layers[layer]
@@ -166,10 +171,17 @@ class Executors:
         segments = [Segment(self.arena.layout, plan.hot_addresses[layer], self._hot_tokens, causal)]
         if mode is not PlanMode.STREAM:
             segments += [Segment(run.layout, run.addresses, run.tokens) for run in below.warm]
-        merges = not below.cold and (mode is not PlanMode.STREAM or not below.warm)
+        merges, brought = mode is not PlanMode.STREAM or not below.warm, None
+        if merges and len(below.cold) == 1:
+            brought = np.zeros(len(below.cold[0].pages), dtype=np.int64)
+            tokens = np.full(len(brought), self.geometry.block_tokens, dtype=np.int32)
+            segments.append(Segment(below.cold[0].layout, brought, tokens))
+        elif below.cold:
+            merges = False
         return LayerCall(
-            segments, self.heads, n, scale, o, lse, self._call_scratch, kind=kind, merges=merges
-        )
+            segments, self.heads, n, scale, o, lse, self._call_scratch, kind=kind, merges=merges,
+            brought=brought,
+        )  # fmt: skip
 
     def _add_moved(self, layer: int, q: Float32Array, parts: int, scale: float) -> Float32Array:
         """Attend over what is brought to staging, and merge it with the `parts` there are."""

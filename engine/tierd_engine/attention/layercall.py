@@ -84,7 +84,8 @@ class LayerCall:
     The partials go to o [parts, n, heads, head_dim] and lse [parts, n, heads], in the segments'
     order. With `merges` a run also writes the merged o; else the caller does, who may add more.
     Where q and out are is each run's own; the arrays named here may change their contents.
-    `kind`: of the elements of q and out, FLOAT32 or BFLOAT16.
+    `kind`: of the elements of q and out, FLOAT32 or BFLOAT16. `brought`: addresses of a segment
+    that the caller writes before each run, for they differ from run to run; None: of none.
     """
 
     def __init__(
@@ -99,8 +100,9 @@ class LayerCall:
         *,
         kind: int,
         merges: bool,
+        brought: IntArray | None = None,
     ) -> None:
-        self.scale, self.kind, self.merges = scale, kind, merges
+        self.scale, self.kind, self.merges, self.brought = scale, kind, merges, brought
         self.parts = sum(len(segment.addresses) for segment in segments)
         segments = [segment for segment in segments if len(segment.addresses)]
         count, threads = len(segments), numba.get_num_threads()

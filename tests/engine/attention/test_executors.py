@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from tierd_engine.arena import HotArena, hot_block_bytes
 from tierd_engine.attention.executors import Executors, StepView
 from tierd_engine.attention.operator import attend_reference
 from tierd_engine.attention.plan import LayerPlan, PageRun, PlanMode, StepPlan
-from tierd_engine.coldread import ColdReader
+from tierd_engine.coldread import ColdPage, ColdReader, ColdUnit
 from tierd_engine.staging import StagingRing
 
 BLOCK, PAGES, KV_HEADS, SHARE, HEAD_DIM = 64, 5, 2, 3, 96
@@ -85,6 +88,64 @@ def test_decode_near_and_streamed_gives_the_same_bits_and_the_references_numbers
     np.testing.assert_array_equal(near, streamed)
     expected = attend_reference(q, *tokens_of(pages), SCALE)
     np.testing.assert_allclose(near, expected.o, atol=2e-5, rtol=0)
+
+
+class Brought:
+    """A reader whose units are there already: each at another place each time."""
+
+    def __init__(self, *units: Pages) -> None:
+        self._units, self.taken, self.released = units, 0, 0
+        self._copies = [[payload_copies(unit) for unit in units] for _ in range(2)]
+
+    def take(self) -> np.ndarray:
+        turn, number = divmod(self.taken, len(self._units))
+        self.taken += 1
+        addresses: np.ndarray = self._copies[turn % 2][number][0]
+        return addresses
+
+    def release(self) -> None:
+        self.released += 1
+        assert self.released == self.taken
+
+
+def payload_copies(pages: Pages) -> tuple[np.ndarray, np.ndarray]:
+    size = pages.layout.payload_bytes
+    held = np.empty((len(pages.addresses), size + 64), np.uint8)
+    starts = held.ctypes.data + np.arange(len(held), dtype=np.int64) * (size + 64)
+    starts += -starts % 64
+    for source, target in zip(pages.addresses.tolist(), starts.tolist(), strict=True):
+        ctypes.memmove(target, source, size)
+    return starts, held
+
+
+def with_cold(plan: StepPlan, *units: Pages) -> StepPlan:
+    cold = tuple(
+        ColdUnit(unit.layout, (cast(ColdPage, None),) * len(unit.addresses)) for unit in units
+    )
+    pages = sum(len(unit.addresses) for unit in units)
+    layers = (LayerPlan(plan.layers[0].warm, cold),)
+    return replace(plan, layers=layers, parts_max=plan.parts_max + pages)
+
+
+@pytest.mark.parametrize("mode", [PlanMode.NEAR, PlanMode.STREAM])
+@pytest.mark.parametrize("n", [1, 3])
+def test_one_cold_unit_or_several_stand_where_the_reader_brought_them(
+    mode: PlanMode, n: int
+) -> None:
+    rng = np.random.default_rng()
+    warm, first, second = (draw(rng, codec) for codec in (CodecId.INT8, CodecId.INT4, CodecId.INT4))
+    for near in ((warm,), ()):
+        for units in ((first,), (first, second)):
+            plan = with_cold(plan_over(*near), *units)
+            with executors() as executor:
+                executor.reader = cast(ColdReader, Brought(*units))
+                for _ in range(3):
+                    q = rng.standard_normal((n, HEADS, HEAD_DIM)).astype(np.float32)
+                    o = decode(executor, plan, q, mode)
+                    expected = attend_reference(q, *tokens_of(*near, *units), SCALE)
+                    np.testing.assert_allclose(o, expected.o, atol=2e-5, rtol=0)
+                assert executor.reader.released == 3 * len(units)  # type: ignore[attr-defined]
+                executor.reader = ColdReader(executor.ring)
 
 
 @each_codec
