@@ -16,17 +16,13 @@ from tierd.layercodecs import better_codecs, describe_codecs, layer_codecs
 from tierd.memory.slabs import Runs, SlabPool
 from tierd.placement import Placement
 from tierd.sessions import Session
+from tierd.traffic import RUN_BYTES
 from tierd.types import CodecId, Place, Tier
 
 # Spare room lets a demotion start without waiting for the disk: a few blocks are enough
 # to hide a batch; a sixteenth of warm is the most that may lie unused.
 SPARE_BLOCKS = 4
 SPARE_SHARE = 16
-
-# A step reads a layer at a time. A disk is at its full speed from about 1 MiB an I/O; where I/Os
-# are counted, as with disks of virtual machines, pages of 108 KiB read one by one come at half of
-# it, and take four times the processor's time.
-RUN_BYTES = 1 << 20
 
 # 4 s on the slowest disk we promise for, of the 30 that a plan has; one block may be more.
 COLD_PLAN_BYTES = 256 << 20

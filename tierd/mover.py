@@ -307,8 +307,8 @@ class Mover:
         budget = self._store.placement.pools[Tier.COLD].budget
         return (
             f"the cold tier has no room to keep the session: {len(keys)} pages, {size}, "
-            f"more, and {format_size(budget.limit_bytes)} are the cap. "
-            f"{self._waiters.trouble}"
+            f"more, and {format_size(budget.limit_bytes)} are the cap: drop another (tierd "
+            f"sessions --drop) or raise --cold-cap. {self._waiters.trouble}"
         ).strip()
 
     def _make_cold_room(self, keys: Sequence[PageKey]) -> bool:

@@ -181,5 +181,11 @@ class Waiters:
                 "of before the restart"
             )
         kept_bytes = self._store.keeper.kept_bytes()
-        kept = f": kept sessions hold {format_size(kept_bytes)} of it" if kept_bytes else ""
-        return f"no room in warm, and nothing in it can be spilled: the cold tier is full{kept}"
+        kept, drop = "", ""
+        if kept_bytes:
+            kept = f": kept sessions hold {format_size(kept_bytes)} of it"
+            drop = ", drop one of those (tierd sessions --drop)"
+        return (
+            f"no room in warm, and nothing in it can be spilled: the cold tier is full{kept}; wait "
+            f"for other jobs to end{drop}, or give the daemon a larger --warm or --cold-cap"
+        )

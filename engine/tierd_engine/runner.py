@@ -24,6 +24,7 @@ from tierd.errors import (
     InvalidArgument,
     LayoutMismatch,
     TierdError,
+    TierFull,
 )
 from tierd.layercodecs import layer_codecs, parse_codec_choice
 from tierd.types import CodecId, DType, Namespace, SessionState
@@ -39,6 +40,7 @@ from tierd_engine.device.opening import (
 from tierd_engine.fidelity import compare_with_own_cache
 from tierd_engine.generator import Generator
 from tierd_engine.guard import QualityGuard
+from tierd_engine.guardreport import guard_section
 from tierd_engine.link import AGAIN_SECONDS, REJOIN_SECONDS
 from tierd_engine.prompt import TextStream, build_followup, build_prompt, follow
 from tierd_engine.report import JobReport, build_report
@@ -313,10 +315,16 @@ def use_all_cores() -> None:
 
 
 class NotKept(TierdError):
-    """A job is done, but its session is not kept as it should be. `report` is the job's."""
+    """A job is done, its session not kept as it should be. `report` is the job's."""
 
     def __init__(self, report: JobReport, error: TierdError) -> None:
-        super().__init__(str(error))
+        said = str(error)
+        if isinstance(error, TierFull):
+            name = report.sections["session"]["id"]
+            said += (
+                f". Session {name} waits in the daemon's memory until there is room, or a --drop"
+            )
+        super().__init__(said)
         self.report = report
         report.sections["session"]["kept"] = False
         self.exit_code = error.exit_code
@@ -460,6 +468,7 @@ def _run_session(
             if isinstance(error, TierdError):
                 raise NotKept(report, error) from error
             raise
+        report.sections["guard"] = guard_section(kv.guard, followed=not kv.agent.codecs_refused)
     return report
 
 

