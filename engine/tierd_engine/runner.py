@@ -448,10 +448,9 @@ def _run_session(
     start = time.perf_counter()
     logits = generator.feed(ids, events.prefill_advanced)
     timings.prefill_seconds = time.perf_counter() - start
-    prompt_ids = list(generator.token_ids)
+    prompt_ids, fidelity = list(generator.token_ids), None
     new_ids, kept, text = _decode(job, generator, logits, timings, events)
     kv.check_integrity()
-    fidelity = None
     if job.spec.verify:
         events.note("verifying against the model's own full-precision cache")
         events.working("verifying")
