@@ -451,6 +451,7 @@ class SlabPool:
             assert retired == waiting, f"{slab_id=} {retired=} {waiting=}"
             first = int(np.argmin(slab.states)) if free else total  # FREE is the least state
             assert slab.first_free <= first, f"{slab_id=} {first=} {slab.first_free=}"
+            assert slab.has_no_run_as_said(), f"{slab_id=} {slab.no_run_of=}"
             assert slab.is_roomy == (slab_id in self._roomy) >= (free > 0), f"{slab_id=} {free=}"
         self._budget.check_integrity()
         assert self._counts == totals.tolist(), f"{self._counts=} {totals=}"

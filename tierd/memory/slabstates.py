@@ -63,14 +63,21 @@ class SlabStates:
         """
         if run_slots == self.no_run_of:
             return None
-        stretches = len(self.states) // run_slots
-        rows = self.states[: stretches * run_slots].reshape(stretches, run_slots)
-        free = np.flatnonzero((rows == FREE).all(axis=1))
+        free = self._free_stretches(run_slots)
         if not len(free):
             self.no_run_of = run_slots
             return None
         start = int(free[0]) * run_slots
         return self._reserve(np.arange(start, start + count))
+
+    def has_no_run_as_said(self) -> bool:
+        """Whether `no_run_of` still says what is."""
+        return self.no_run_of is None or not len(self._free_stretches(self.no_run_of))
+
+    def _free_stretches(self, run_slots: int) -> Slots:
+        stretches = len(self.states) // run_slots
+        rows = self.states[: stretches * run_slots].reshape(stretches, run_slots)
+        return np.flatnonzero((rows == FREE).all(axis=1))
 
     def _reserve(self, slots: Slots) -> Slots:
         self.states[slots] = RESERVED
