@@ -252,6 +252,14 @@ def test_tokens_too_many_wake_threads_for_nothing(file, reader) -> None:
         assert taken(reader) == payloads(file, first, first + 1, first + 2)
 
 
+def test_a_pipe_full_of_tokens_blocks_nobody() -> None:
+    """As where every thread hangs in a dead disk: here there is none."""
+    pool = coldpool.ColdPool(0, 4, None)
+    for _ in range(200):
+        pool._wake(200)
+    pool.close()
+
+
 def test_a_forked_child_that_closes_the_reader_leaves_the_parents_threads(file, reader) -> None:
     reader.set_schedule(file.cold_units())
     reader.take()

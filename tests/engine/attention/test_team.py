@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -231,12 +232,17 @@ def test_a_core_that_our_own_other_threads_take_is_not_held_off_by_others():
     for thread in threads:
         thread.start()
     os.sched_setaffinity(0, {min(cores)})  # this thread alone: so that it does have to wait
+    schedstat = Path(f"/proc/self/task/{ids[0]}/schedstat")
     try:
         before, start = counted(ids), time.perf_counter()
+        waited = -int(schedstat.read_text().split()[1])
         end = start + 0.3
         while time.perf_counter() < end:
             hashlib.sha256(block).digest()
-        assert counted(ids) - before < 0.0, "they ran for longer than this one waited"
+        after = counted(ids)
+        waited += int(schedstat.read_text().split()[1])
+        assert waited > 0.05e9, "this thread did not have to wait at all"
+        assert after - before < waited / 1e9 / 2
     finally:
         stop.set()
         os.sched_setaffinity(0, cores)
