@@ -46,10 +46,15 @@ seldom = st.sampled_from([False] * 3 + [True])
 
 @dataclass
 class Kept:
-    """A state that a session was kept in: its sealed blocks and their pages' versions."""
+    """A state that a session was kept in: its sealed blocks and their pages' versions.
+
+    Not sure where there was no room on disk for all of it: a stop may then take any of it that
+    was in RAM alone, and a power cut the whole of it.
+    """
 
     sealed: int
     versions: Versions
+    sure: bool = True
 
 
 @dataclass
@@ -65,7 +70,7 @@ class Known:
         if self.history and self.history[-1].sealed > block:
             before = self.history[-1].versions
             kept = {key: v for key, v in before.items() if key[1] < block}
-            self.history.append(Kept(block, kept))
+            self.history.append(Kept(block, kept, self.history[-1].sure))
 
 
 class DurableMachine(RuleBasedStateMachine):
@@ -174,14 +179,14 @@ class DurableMachine(RuleBasedStateMachine):
         known = self.known[session.number]
         self.store.begin_suspend(session.engine_id, session.number, ids, sealed)
         known.cut(sealed)
-        known.history.append(Kept(sealed, dict(known.versions)))
+        known.history.append(Kept(sealed, dict(known.versions), sure=False))
         if self.carry(session, self.store.keeper.unbacked(session), keeps_source=True):
             self.store.placement.cold_files.sync()
             self.rig.ledger.flush(sync=True)
             self.rig.ledger.keep(session.number)
             self.store.finish_suspend(session)
-            known.history = known.history[-1:]
-            known.acknowledged = known.history[-1]
+            known.acknowledged = Kept(sealed, dict(known.versions))
+            known.history = [known.acknowledged]
 
     @rule(pick=picks, engine=engines)
     def resume(self, pick: int, engine: int) -> None:
@@ -289,6 +294,7 @@ class DurableMachine(RuleBasedStateMachine):
             return
         if not cut:
             self.rig.ledger.flush()
+        on_disk = {s.number: self.on_disk(s) for s in self.store.sessions()}
         self.store.close()
         pending = range(self.disk.pending())
         kept = [number for number in pending if keep.random() < 0.5]
@@ -296,15 +302,30 @@ class DurableMachine(RuleBasedStateMachine):
         before, self.known = self.known, {}
         there = {session.number: session for session in self.store.sessions()}
         for number, known in before.items():
-            if known.history:
-                assert number in there, f"session {number} was kept"
-                self.known[number] = self.recovered(there[number], known, exact=not cut)
+            if known.history and number not in there:
+                assert cut and not any(state.sure for state in known.history), f"{number} was kept"
+            elif known.history:
+                whole = None if cut else on_disk[number]
+                self.known[number] = self.recovered(there[number], known, whole)
         for number in set(there) - set(self.known):
             assert cut, "a session that was discarded is back"
             self.store.close_session(number)
 
-    def recovered(self, session: Session, known: Known, *, exact: bool) -> Known:
-        """Return what the model knows of a session that came back; in a state it had."""
+    def on_disk(self, session: Session) -> int:
+        """Return how many of a session's kept blocks, from the first, are whole on disk."""
+        if session.dormant:
+            return session.sealed_blocks
+        for block in range(session.sealed_blocks):
+            pages = [session.index.get(layer, block) for layer in range(LAYERS)]
+            if not all(p and (p.place.tier is Tier.COLD or p.backing) for p in pages):
+                return block
+        return session.sealed_blocks
+
+    def recovered(self, session: Session, known: Known, whole: int | None) -> Known:
+        """Return what the model knows of a session that came back; in a state it had.
+
+        whole: the blocks that a kill left on disk; None after a power cut.
+        """
         self.store.keeper.wake(session)
         found: Versions = {}
         damaged = False
@@ -316,21 +337,25 @@ class DurableMachine(RuleBasedStateMachine):
                 found[layer, block] = version
         sealed = session.sealed_blocks
         latest = known.history[-1]
-        states = [latest] if exact else known.history
+        states = known.history if whole is None else [latest]
         fits = [
             state
             for state in states
             if sealed <= state.sealed and found.items() <= state.versions.items()
         ]
         assert fits, f"{sealed=} {found=} {known.history=}"
-        only = len(known.history) == 1 or exact
+        if whole is not None:
+            assert sealed == (latest.sealed if latest.sure else whole), f"{sealed=} {latest=}"
+        only = len(states) == 1 and latest.sure
         assert not only or (sealed == latest.sealed and not damaged), f"{sealed=} {latest=}"
+        assert whole is None or not damaged, f"{sealed=} {latest=}"
         if damaged:
             gone = min(b for (_, b), _ in session.index if not self.whole(session, found, b))
             self.store.traffic.drop_from(session, gone)
             self.store.keeper.cut(session, gone)
             found = {key: v for key, v in found.items() if key[1] < gone}
-        return Known(found, [Kept(session.sealed_blocks, dict(found))], known.acknowledged)
+        sure = whole is None or latest.sure  # what a kill left in the page cache may yet go
+        return Known(found, [Kept(session.sealed_blocks, dict(found), sure)], known.acknowledged)
 
     @rule(superblock=st.booleans(), sure=seldom)
     def all_records_are_lost(self, superblock: bool, sure: bool) -> None:
