@@ -44,8 +44,8 @@ _SOURCES = (*KERNEL_SOURCES, *(Path(str(module.__file__)) for module in (xxh3, r
 def _compiled() -> tuple[Compiled, Compiled, Compiled]:
     two_words = (types.int64, types.int64)
     serve = compile_cached(reading.serve, two_words, _SOURCES, nogil=True)
-    offer = compile_cached(reading.offer, two_words, _SOURCES)
-    return serve, offer, compile_cached(reading.left_of, (types.int64,), _SOURCES)
+    offer = compile_cached(reading.offer, (types.int64, *two_words), _SOURCES)
+    return serve, offer, compile_cached(reading.is_read, two_words, _SOURCES)
 
 
 def warm_up() -> None:
@@ -81,10 +81,10 @@ class ColdPool:
     """
 
     def __init__(self, threads: int, chunks_max: int, memory: object) -> None:
-        serve, offer, left_of = _compiled()
-        self._offer: Callable[[int, int], None] = offer.call
-        self._left_of: Callable[[int], int] = left_of.call
-        self._addresses: tuple[int, ...] = ()
+        serve, offer, is_read = _compiled()
+        self._offer: Callable[[int, int, int], int] = offer.call
+        self._is_read: Callable[[int, int], int] = is_read.call
+        self._chunk_count = 0
         self._words = np.zeros(reading.WORDS, np.int64)
         self._chunks = np.zeros((chunks_max, reading.CHUNK_WORDS), np.int64)
         self._pid = os.getpid()
@@ -101,7 +101,7 @@ class ColdPool:
         self._poll.register(self._done_fd, select.POLLIN)
         self._words[[reading.WORK, reading.DONE, reading.ONE]] = self._work_fd, self._done_fd, 1
         self._words[reading.CHUNKS] = self._chunks.ctypes.data
-        self._first_share: list[int] = [0]
+        self._address = int(self._words.ctypes.data)
         self._table: list[IntArray] = []
         # Each thread holds all that it may touch, should it outlive the pool in a dead disk.
         held = (self._words, self._chunks, self._table, memory)
@@ -116,17 +116,17 @@ class ColdPool:
             raise
 
     def set_table(self, units: Sequence[Sequence[Sequence[Run]]], addresses: Sequence[int]) -> None:
-        """Set what units consist of, shares of runs, and where the chunks are.
+        """Set a schedule: what its units consist of, shares of runs, and where the chunks are.
 
-        Nothing may be under way.
+        At least one unit and chunk. Nothing may be under way.
         """
-        self._addresses = tuple(addresses)
+        self._chunk_count = len(addresses)
         assert not self._chunks[:, 0].any(), "shares of the last table are under way"
         pages: list[tuple[int, int, int]] = []
         runs: list[tuple[int, ...]] = []
         shares: list[tuple[int, int]] = []
         starts: list[bytes] = []
-        self._first_share = [0]
+        first_shares = [0]
         for unit in units:
             for share in unit:
                 first_run = len(runs)
@@ -138,57 +138,49 @@ class ColdPool:
                     runs.append((run.fd, run.file_offset, run.chunk_offset, run.size_bytes,
                                  first, len(pages)))  # fmt: skip
                 shares.append((first_run, len(runs)))
-            self._first_share.append(len(shares))
+            first_shares.append(len(shares))
         # Tables are made anew for each schedule, long before one is used.
         start_words = np.frombuffer(b"".join(starts), np.int64).reshape(len(pages), -1).copy()
         page_words = np.array(pages, np.int64).reshape(-1, reading.PAGE_WORDS)
         page_words[:, 2] = start_words.ctypes.data + page_words[:, 2] * start_words.strides[0]
         run_words = np.array(runs, np.int64).reshape(-1, reading.RUN_WORDS)
         share_words = np.array(shares, np.int64).reshape(-1, reading.SHARE_WORDS)
-        most = max(np.diff(self._first_share), default=0) * len(self._addresses)
-        size = 1 << max(0, int(most) - 1).bit_length()
-        queue = np.zeros((size, reading.ENTRY_WORDS), np.int64)
-        self._table[:] = start_words, page_words, run_words, share_words, queue
-        self._queue = queue
-        tables = (page_words, run_words, share_words, queue)
-        numbers = [reading.PAGES, reading.RUNS, reading.SHARES, reading.QUEUE]
-        self._words[numbers] = [table.ctypes.data for table in tables]
-        self._words[reading.QUEUE_MASK] = size - 1
+        unit_words, address_words = np.array(first_shares, np.int64), np.array(addresses, np.int64)
+        most = int(np.diff(unit_words).max()) * len(addresses)
+        queue = np.zeros((1 << max(0, most - 1).bit_length(), reading.ENTRY_WORDS), np.int64)
+        tables = {
+            reading.PAGES: page_words, reading.RUNS: run_words, reading.SHARES: share_words,
+            reading.UNITS: unit_words, reading.ADDRESSES: address_words, reading.QUEUE: queue,
+        }  # fmt: skip
+        self._table[:] = start_words, *tables.values()
+        self._words[list(tables)] = [table.ctypes.data for table in tables.values()]
+        self._words[reading.UNIT_COUNT], self._words[reading.CHUNK_COUNT] = (
+            len(units), len(addresses)
+        )  # fmt: skip
+        self._words[reading.QUEUE_MASK] = len(queue) - 1
 
-    def submit(self, begun: Sequence[tuple[int, int]]) -> None:
-        """Begin to read units of the table, each into a chunk: (unit, chunk)."""
-        entries: list[tuple[int, int, int]] = []
-        for unit, chunk in begun:
-            assert not self._chunks[chunk, 0], "the chunk is being read into"
-            shares = range(self._first_share[unit], self._first_share[unit + 1])
-            entries += [(share, self._addresses[chunk], chunk) for share in shares]
-        if not entries:
-            return
-        tail = int(self._words[reading.TAIL])
-        self._queue[(tail + np.arange(len(entries))) % len(self._queue)] = entries
-        try:
-            for unit, chunk in begun:
-                self._chunks[chunk] = self._first_share[unit + 1] - self._first_share[unit], 0
-            self._offer(self._words.ctypes.data, tail + len(entries))
-        except BaseException:  # an interrupt: nobody will read what nobody was offered
-            if self._words[reading.TAIL] == tail:
-                self._chunks[[chunk for _, chunk in begun]] = 0
-            raise
-        self._wake(len(entries))
+    def submit(self, first: int, end: int) -> None:
+        """Begin to read the schedule's numbers `first` to `end`."""
+        shares = self._offer(self._address, first, end)
+        assert shares >= 0, "the chunk is being read into"
+        self._wake(shares)
 
-    def wait(self, chunk: int, seconds_left: Callable[[], float]) -> bool:
-        """Return whether a chunk has been read and all its pages are right.
+    def has_read(self, number: int) -> bool:
+        """Return whether a number's unit is there, and right, without waiting for it."""
+        return self._is_read(self._address, number) > 0
+
+    def wait(self, number: int, seconds_left: Callable[[], float]) -> bool:
+        """Return whether a number's unit has been read and all its pages are right.
 
         Raises TimeoutError when `seconds_left` comes to 0.
         """
-        address = self._chunks.ctypes.data + chunk * self._chunks.strides[0]
-        while self._left_of(address):
+        while not (found := self._is_read(self._address, number)):
             left = seconds_left()
             if left <= 0:
                 raise TimeoutError
             if self._poll.poll(left * 1000):
                 os.eventfd_read(self._done_fd)
-        return not self._chunks[chunk, 1]
+        return found > 0
 
     def skip(self, seconds_left: Callable[[], float]) -> None:
         """Read nothing more of what was submitted, and wait for what is under way."""
@@ -196,8 +188,8 @@ class ColdPool:
         # An interrupt may have come between entries and their tokens: more tokens do no harm.
         untaken = self._words[reading.TAIL] - self._words[reading.NEXT]
         self._wake(1 + int(untaken))
-        for chunk in range(len(self._addresses)):
-            self.wait(chunk, seconds_left)
+        for chunk in range(self._chunk_count):
+            self.wait(chunk, seconds_left)  # a number below the chunks' count is one's own
         self._words[reading.SKIP] = 0
 
     def close(self) -> None:

@@ -157,7 +157,9 @@ class ColdReader:
         self._units: Sequence[ColdUnit] = ()
         self._chunk_bytes, self._chunks = ring.chunk_bytes, ring.chunks
         self._shares: list[list[list[list[int]]]] = []  # of each unit
-        self._issued: deque[list[Future[None]]] = deque()
+        self._unit_bytes: list[int] = []
+        self._payloads: list[npt.NDArray[np.int64]] = []  # offsets in a chunk
+        self._issued: deque[Sequence[Future[None]]] = deque()
         self._issued_count = 0
         self._taken_count = 0
         self._released_count = 0
@@ -170,13 +172,18 @@ class ColdReader:
         self._drain()
         self._units, self._shares = (), []
         self._issued_count = self._taken_count = self._released_count = 0
-        sizes = (len(unit.pages) * unit.layout.slot_bytes for unit in units)
+        sizes = [len(unit.pages) * unit.layout.slot_bytes for unit in units]
         largest_bytes = max(sizes, default=self.ring.chunk_bytes)
         assert largest_bytes <= self.ring.chunk_bytes, "a unit is larger than a chunk of the ring"
         if self._cuts_ring:
             self._chunk_bytes = largest_bytes
             self._chunks = min(self.ring.total_bytes // largest_bytes, CHUNKS_MAX)
         self._shares = [unit.shares() for unit in units]
+        self._unit_bytes = sizes
+        self._payloads = [
+            HEADER_BYTES + np.arange(len(unit.pages), dtype=np.int64) * unit.layout.slot_bytes
+            for unit in units
+        ]
         self._is_pooled = bool(units) and self._set_pool(units)
         self._units = units
         self._fill()
@@ -207,21 +214,26 @@ class ColdReader:
         Valid until `release`. Raises PageDamaged, PageMiss or DeadlineExceeded;
         the reader then needs a new schedule.
         """
+        number = self._taken_count
+        index, chunk = number % len(self._units), number % self._chunks
         futures = self._issued.popleft()
-        unit = self._units[self._taken_count % len(self._units)]
-        chunk = self._taken_count % self._chunks
+        if not (self._is_pooled and self._pool_has_read(number)):
+            self._wait_for(self._units[index], chunk, futures)
+        self._taken_count += 1
+        self.pages_read += len(self._units[index].pages)
+        self.bytes_read += self._unit_bytes[index]
+        return self._payloads[index] + self._address(chunk)
+
+    def _wait_for(self, unit: ColdUnit, chunk: int, futures: Sequence[Future[None]]) -> None:
+        """Wait for the unit that is taken next, and read it again if the pool could not."""
         start = self._clock()
         try:
-            if self._is_pooled and not self._pool_has_read(chunk, start):
+            if self._is_pooled and not self._pool_wait(start):
                 shares = self._shares[self._taken_count % len(self._units)]
                 futures = self._submit(unit, shares, self._views(unit, chunk), tries=1)
             self._await(futures, start)
         finally:
             self.wait_seconds += self._clock() - start
-        self._count(unit)
-        self._taken_count += 1
-        first = self._address(chunk) + HEADER_BYTES
-        return first + np.arange(len(unit.pages), dtype=np.int64) * unit.layout.slot_bytes
 
     def read_aside(self, unit: ColdUnit, into: memoryview) -> None:
         """Read one unit, out of the schedule's order, to `into`: its slots, one after the other.
@@ -248,10 +260,14 @@ class ColdReader:
         if failed is not None:
             raise failed
 
-    def _pool_has_read(self, chunk: int, start: float) -> bool:
+    def _pool_has_read(self, number: int) -> bool:
+        assert self._pool is not None
+        return self._pool.has_read(number)
+
+    def _pool_wait(self, start: float) -> bool:
         assert self._pool is not None
         try:
-            return self._pool.wait(chunk, lambda: self._seconds_left(start))
+            return self._pool.wait(self._taken_count, lambda: self._seconds_left(start))
         except TimeoutError:
             raise _no_answer() from None
 
@@ -279,16 +295,15 @@ class ColdReader:
         first, end = self._issued_count, self._released_count + self._ahead_max
         if first >= end:
             return
-        begun = [(number % len(self._units), number % self._chunks) for number in range(first, end)]
         if self._is_pooled:
             assert self._pool is not None
-            self._pool.submit(begun)
-            self._issued.extend([] for _ in begun)
+            self._pool.submit(first, end)
+            self._issued.extend([()] * (end - first))
         else:
-            for index, chunk in begun:
-                unit = self._units[index]
-                views = self._views(unit, chunk)
-                self._issued.append(self._submit(unit, self._shares[index], views))
+            for number in range(first, end):
+                index, chunk = number % len(self._units), number % self._chunks
+                views = self._views(self._units[index], chunk)
+                self._issued.append(self._submit(self._units[index], self._shares[index], views))
         self._issued_count = end
 
     def _views(self, unit: ColdUnit, chunk: int) -> list[memoryview]:

@@ -7,6 +7,10 @@ A table says what is read, its rows int64:
     pages    offset of the slot in its chunk, payload bytes, address of two header starts
     runs     fd, offset in the file, offset in the chunk, bytes, first page, end of its pages
     shares   first run, end of its runs
+    units    their first shares, and the end of the last one's: one number more than there are
+
+A schedule is the units in their order, again and again, each into the next chunk likewise:
+number n is unit n modulo their count, in chunk n modulo theirs.
 
 Pool words, int64 at `pool`: see the numbers below.
 """
@@ -36,9 +40,12 @@ from tierd_engine.attention.xxh3 import xxh3_64, xxh3_128_at
 # Words of a pool. STOP: threads end. SKIP: shares count as done, unread. NEXT, TAIL: of the queue's
 # entries the next to be taken, and the next to be made. WORK, DONE: a pipe's end, an eventfd; a
 # token of WORK more than there are entries wakes a thread for nothing. PAGES, RUNS, SHARES:
-# addresses of the table.
-STOP, SKIP, NEXT, TAIL, WORK, DONE, ONE, PAGES, RUNS, SHARES, QUEUE, QUEUE_MASK, CHUNKS = range(13)
-WORDS = 13
+# addresses of the table. CHUNKS: of the chunks' words; ADDRESSES: of where the chunks are.
+(
+    STOP, SKIP, NEXT, TAIL, WORK, DONE, ONE, PAGES, RUNS, SHARES, UNITS, UNIT_COUNT, QUEUE,
+    QUEUE_MASK, CHUNKS, ADDRESSES, CHUNK_COUNT,
+) = range(17)  # fmt: skip
+WORDS = 17
 PAGE_WORDS, RUN_WORDS, SHARE_WORDS = 3, 6, 2
 ENTRY_WORDS = 3  # of the queue: share, address of its chunk, its number
 CHUNK_WORDS = 2  # shares not yet done, whether one of them failed
@@ -131,11 +138,40 @@ def serve(pool: Any, token: Any) -> None:
             give_token(load_word(pool + 8 * DONE), pool + 8 * ONE)
 
 
-def offer(pool: Any, tail: Any) -> None:
-    """Let threads take the entries before `tail`: what was stored before is seen by who does."""
-    store_word(pool + 8 * TAIL, tail)
+def offer(pool: Any, first: Any, end: Any) -> Any:
+    """Let threads take the shares of a schedule's numbers `first` to `end`; return how many.
+
+    -1, with nothing begun, if one of the chunks is being read into.
+    """
+    units, unit_count = load_word(pool + 8 * UNITS), load_word(pool + 8 * UNIT_COUNT)
+    chunks, chunk_count = load_word(pool + 8 * CHUNKS), load_word(pool + 8 * CHUNK_COUNT)
+    addresses, queue = load_word(pool + 8 * ADDRESSES), load_word(pool + 8 * QUEUE)
+    for number in range(first, end):
+        if load_word(chunks + number % chunk_count * 8 * CHUNK_WORDS):
+            return -1
+    begun = load_word(pool + 8 * TAIL)
+    tail = begun
+    for number in range(first, end):
+        chunk = number % chunk_count
+        bounds = as_array(units + number % unit_count * 8, 2, np.int64)
+        for share in range(bounds[0], bounds[1]):
+            at = queue + (tail & load_word(pool + 8 * QUEUE_MASK)) * 8 * ENTRY_WORDS
+            entry = as_array(at, ENTRY_WORDS, np.int64)
+            entry[0], entry[2] = share, chunk
+            entry[1] = load_word(addresses + 8 * chunk)
+            tail += 1
+        words = chunks + chunk * 8 * CHUNK_WORDS
+        store_word(words + 8, 0)
+        store_word(words, bounds[1] - bounds[0])
+    store_word(pool + 8 * TAIL, tail)  # what was stored before is seen by who takes one
+    return tail - begun
 
 
-def left_of(chunk: Any) -> Any:
-    """Return how many shares of a chunk are not done: what they wrote is seen once it is 0."""
-    return load_word(chunk)
+def is_read(pool: Any, number: Any) -> Any:
+    """Return whether a number's unit is in its chunk: 1, -1 if it is not as it should be, or 0
+    while shares of it are not done. What they wrote is seen once it is not 0."""
+    chunk = number % load_word(pool + 8 * CHUNK_COUNT) * 8 * CHUNK_WORDS
+    words = load_word(pool + 8 * CHUNKS) + chunk
+    if load_word(words):
+        return 0
+    return -1 if load_word(words + 8) else 1
