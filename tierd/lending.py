@@ -16,8 +16,8 @@ from tierd.layercodecs import better_codecs, describe_codecs, layer_codecs
 from tierd.memory.slabs import Runs, SlabPool
 from tierd.placement import Placement
 from tierd.sessions import Session
-from tierd.traffic import RUN_BYTES
 from tierd.types import CodecId, Place, Tier
+from tierd.units import RUN_BYTES
 
 # Spare room lets a demotion start without waiting for the disk: a few blocks are enough
 # to hide a batch; a sixteenth of warm is the most that may lie unused.

@@ -25,11 +25,8 @@ from tierd.placement import Placement
 from tierd.policy import UNUSED, Candidate, Rank, choose_spills, session_rank
 from tierd.sessions import Session, SessionBook
 from tierd.types import PageKey, SessionState, Tier
+from tierd.units import RUN_BYTES
 
-# A step reads a layer at a time. A disk is at its full speed from about 1 MiB an I/O; where I/Os
-# are counted, as with disks of virtual machines, pages of 108 KiB read one by one come at half of
-# it, and take four times the processor's time.
-RUN_BYTES = 1 << 20
 LOOK_BYTES = 32 << 20  # what the next batches may carry, so that a layer's pages meet
 
 

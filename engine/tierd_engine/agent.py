@@ -31,8 +31,8 @@ from tierd.errors import (
     StorageError,
 )
 from tierd.types import CodecId, Geometry, Tier
+from tierd.units import RUN_BYTES
 from tierd_engine.arena import HotArena
-from tierd_engine.coldread import READ_BYTES
 from tierd_engine.coldwrite import ColdWriter
 
 IntArray = npt.NDArray[np.int64]
@@ -102,7 +102,7 @@ class TransferAgent:
         self.codecs: Sequence[CodecId] | None = None  # a codec a layer; None: the namespace's
         self.codecs_refused = False
         # Blocks that are best demoted at a time. Those that go to cold together are read together,
-        # a layer of them in one I/O of READ_BYTES; for warm it does not matter.
+        # a layer of them in one I/O of RUN_BYTES; for warm it does not matter.
         self.blocks_together = 1
         self.demoted_blocks = 0
         self.raw_fallback_blocks = 0
@@ -203,7 +203,7 @@ class TransferAgent:
                     layout = page_layout(self._geometry, CodecId(codec))
                     self.encoded_bytes += count * layout.payload_bytes
                 usual = page_layout(self._geometry, CodecId(codecs[pages.argmax()]))
-                self.blocks_together = -(-READ_BYTES // usual.slot_bytes)
+                self.blocks_together = -(-RUN_BYTES // usual.slot_bytes)
         except (StorageError, StaleGeneration, DeadlineExceeded) as error:
             cold.failed()
             if self._has_ended(demotion):

@@ -33,6 +33,7 @@ import numpy.typing as npt
 from tierd.codec.layout import HEADER_BYTES, PageLayout
 from tierd.disk.header import SlotCheck
 from tierd.errors import DeadlineExceeded, PageDamaged, PageMiss, TierdError
+from tierd.units import RUN_BYTES
 from tierd_engine.staging import StagingRing
 from tierd_engine.workthreads import WorkThreads
 
@@ -44,8 +45,6 @@ READ_THREADS = 16
 # 8 MiB in a chunk; 1 MiB/s is the slowest disk a job can still use: 8 s, and 2 s of grace.
 READ_DEADLINE_SECONDS = 10.0
 FILLS = 4  # in which all chunks are filled again: each wakes threads
-# Neighbours are read together: a unit of 8 MiB is 8 of these at least.
-READ_BYTES = 1 << 20
 # Reads that one thread does for one future: a future costs as much of the interpreter's lock as
 # two pages' digests. A ring of two units of 4 MiB still has a share for each thread.
 SHARE_BYTES = 512 << 10
@@ -80,9 +79,9 @@ class ColdUnit:
     pages: tuple[ColdPage, ...]
 
     def runs(self) -> list[list[int]]:
-        """Return the pages' numbers as runs of neighbours on disk, each READ_BYTES together."""
+        """Return the pages' numbers as runs of neighbours on disk, each RUN_BYTES together."""
         runs: list[list[int]] = []
-        pages_max = -(-READ_BYTES // self.layout.slot_bytes)
+        pages_max = -(-RUN_BYTES // self.layout.slot_bytes)
         for i in sorted(range(len(self.pages)), key=self._place):
             if runs and len(runs[-1]) < pages_max and self._follows(runs[-1][-1], i):
                 runs[-1].append(i)

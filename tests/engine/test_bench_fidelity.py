@@ -260,7 +260,7 @@ def test_a_guarded_layout_is_refused_under_the_prefix_protocol() -> None:
 
 
 def test_a_plan_whose_windows_overlap_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="rise by the 256 forced tokens"):
+    with pytest.raises(InvalidArgument, match="rise by the 448 forced tokens"):
         FidelityPlan(contexts=(2048, 2100))
     with pytest.raises(InvalidArgument, match="at least 1"):
         FidelityPlan(contexts=())

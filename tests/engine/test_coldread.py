@@ -168,7 +168,7 @@ def test_neighbours_in_number_alone_or_in_another_file_are_not_read_together(
 def test_a_read_is_as_large_as_it_must_be_and_no_larger(
     slab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coldread, "READ_BYTES", LAYOUT.slot_bytes + 1)
+    monkeypatch.setattr(coldread, "RUN_BYTES", LAYOUT.slot_bytes + 1)
     reads, reader = _reads(monkeypatch, slab), _reader()
     reader.set_schedule([_unit(slab, 0, 1, 2, 3), _unit(slab, 4)])
     assert _first_bytes(reader.take()) == [0, 1, 2, 3]

@@ -144,7 +144,7 @@ def _add_fidelity(verbs: Any) -> argparse.ArgumentParser:
         help="such as stream:25%%:128 (default near:smallest)",
     )
     verb.add_argument("--protocol", nargs="+", choices=("tiers", "prefix"), help="default: both")
-    verb.add_argument("--tokens", type=_count, help="teacher-forced after a context (default 256)")
+    verb.add_argument("--tokens", type=_count, help="teacher-forced after a context (default 448)")
     verb.add_argument("--seed", type=int, help="of the bootstrap (default 0)")
     verb.add_argument("--output", type=Path, metavar="FOLDER", help="write fidelity.md and a plot")
     verb.set_defaults(run=_fidelity)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from tierd.types import CodecId
-from tierd.units import format_size
+from tierd.units import RUN_BYTES, format_size
 from tierd_engine.bench.fio import Limit
 from tierd_engine.bench.machine import (
     MemoryBandwidth,
@@ -57,7 +57,7 @@ _WARM_UP_STEPS = 3
 _ROUNDS = 3
 _EMPTY_STEPS = 20
 _DISK_BYTES = 256 << 20
-_DISK_IO_BYTES, _DISK_DEPTH = 1 << 20, 4  # as the cold reader reads
+_DISK_DEPTH = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def bench_decode(
 @contextlib.contextmanager
 def _prepared(weights: Weights, steps: int, cold_folder: str) -> Iterator[DecodeBench]:
     with tempfile.TemporaryDirectory(prefix="tierd-bench-", dir=cold_folder) as made:
-        disk = Limit(Path(made), _DISK_IO_BYTES, _DISK_DEPTH, _DISK_BYTES)
+        disk = Limit(Path(made), RUN_BYTES, _DISK_DEPTH, _DISK_BYTES)
         disk.write()
         yield _prepare(weights, steps, cold_folder, disk)
 

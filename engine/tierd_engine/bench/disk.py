@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -101,12 +102,13 @@ def _bench(folder: Path, model: str, total_bytes: int, rounds: int) -> DiskRow:
         rig.close()
     columns = list(zip(*found, strict=True))
     medians = [statistics.median(column) for column in columns]
+    sides = list(zip(*costs, strict=True))
+    told: list[Any] = [len(costs), *(statistics.median(side) for side in sides)]
+    told += [median_interval(side) for side in sides]
     spreads = [sorted(columns[number]) for number in _RATIO_COLUMNS]
     return DiskRow(
         model, rig.layout.slot_bytes, io_bytes, LANES, rig.total_bytes, rounds, limit.tool,
-        os.getloadavg()[0], *medians, *spreads, len(costs),
-        *(statistics.median(side) for side in zip(*costs, strict=True)),
-        *(median_interval(side) for side in zip(*costs, strict=True)),
+        os.getloadavg()[0], *medians, *spreads, *told,
     )  # fmt: skip
 
 
