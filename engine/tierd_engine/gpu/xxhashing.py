@@ -80,9 +80,7 @@ def _product(words: tl.tensor, keys: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def sums_kernel(
-    addresses: tl.tensor, sums: tl.tensor, size: tl.tensor, blocks: tl.tensor
-) -> None:
+def sums_kernel(addresses: tl.tensor, sums: tl.tensor, size: tl.tensor, blocks: tl.tensor) -> None:
     """One program: SUM_BLOCKS blocks of one page; the last block has the last stripe too.
 
     sums: int64 [pages, blocks, LANES], what each block adds to the eight numbers.
