@@ -316,6 +316,14 @@ class DirectCold:
                 break
         self._leave_all()
 
+    def wait_for_reads(self, seconds: float) -> None:
+        """Wait until what is being read has landed, `seconds` at most: demotion goes after it."""
+        until = time.monotonic() + seconds
+        for pending in self._pending:
+            for read in pending.reads:
+                if not read.wait(max(until - time.monotonic(), 0.0)):
+                    return
+
     # -- the rest -----------------------------------------------------------------
     def prepare(self, layouts: Iterable[PageLayout]) -> None:
         """Put addresses of these layouts on the device, so that no step does."""

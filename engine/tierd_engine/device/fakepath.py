@@ -142,6 +142,7 @@ class FakePath:
             work.ended = True
 
         def garbage() -> None:
+            self.device.require_live(source.data_ptr(), size)
             put(0, torch.full((size,), _GARBAGE, dtype=torch.uint8))
             os.close(file)
             work.ended = True
