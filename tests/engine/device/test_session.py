@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from tests.engine.device.test_directwrite import StrictPath
 from tests.engine.fakes import FakeDaemon
 from tests.engine.support import TierRig, greedy, own_greedy, random_tokens, tiny_model
 from tierd.errors import StaleGeneration
@@ -245,7 +246,7 @@ def test_demoted_pages_go_past_ram_to_a_disk_and_a_session_is_exact(
     tiny = tiny_model(5, "llama")
     device = FakeDevice(RandomChooser(19))
     reads, writes = itertools.count(), itertools.count()
-    path = FakePath(device, write_faults=faults)
+    path = StrictPath(device, write_faults=faults)
     paths = ColdPaths(
         device, path, counts=lambda: next(reads), write_counts=lambda: next(writes)
     )  # fmt: skip
