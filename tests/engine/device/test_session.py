@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from tierd_engine.generator import Generator
 from tierd_engine.guard import QualityGuard
 from tierd_engine.session import SessionKV
 
-CONTEXT, NEW = 120, 12
+CONTEXT, NEW, LONG = 120, 12, 40
 
 
 class Rig:
@@ -231,6 +232,14 @@ def test_cold_pages_land_past_ram_and_a_session_is_exact(faults: dict[int, Fault
     rig.close()
 
 
+class LateReads(RandomChooser):
+    """Any order, in which a disk's reads are as late as they can be."""
+
+    def choose(self, options: Sequence[str]) -> int:
+        others = [i for i, name in enumerate(options) if name != "disk"]
+        return others[super().choose([options[i] for i in others])]
+
+
 WRITE_FAULTS: dict[str, dict[int, Fault]] = {
     "whole": {},
     "failing": {0: Fault.ERROR, 5: Fault.SHORT},
@@ -244,7 +253,8 @@ def test_demoted_pages_go_past_ram_to_a_disk_and_a_session_is_exact(
     faults: dict[int, Fault],
 ) -> None:
     tiny = tiny_model(5, "llama")
-    device = FakeDevice(RandomChooser(19))
+    # Blocks fill, and are demoted, while reads for the next step are under way.
+    device = FakeDevice(LateReads(19))
     reads, writes = itertools.count(), itertools.count()
     path = StrictPath(device, write_faults=faults)
     paths = ColdPaths(
@@ -252,14 +262,14 @@ def test_demoted_pages_go_past_ram_to_a_disk_and_a_session_is_exact(
     )  # fmt: skip
     rig = fake_rig(device, Pins(device, HostLimits(None, None)), paths)
     tiers = TierRig(
-        tiny.shape, tiny.model, 200, NEW, hot="20%", warm="20%", plan=PlanMode.STREAM,
+        tiny.shape, tiny.model, 200, LONG, hot="20%", warm="20%", plan=PlanMode.STREAM,
         block_tokens=16, rig=rig,
     )  # fmt: skip
     prompt = random_tokens(200, 18)
     with tiers:
-        run = greedy(tiers.generator, prompt, NEW)
+        run = greedy(tiers.generator, prompt, LONG)
         path.let_go()
-        assert run.tokens == own_greedy(tiny.model, prompt, NEW)[0]
+        assert run.tokens == own_greedy(tiny.model, prompt, LONG)[0]
         stats, figures = tiers.client.stats(), tiers.kv.workings.figures()
         assert figures is not None and stats["corrupt"] == 0
         written = tiers.kv.workings.cold_writer.figures()
