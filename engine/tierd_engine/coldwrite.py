@@ -126,6 +126,7 @@ class ColdWriter:
         """
         loan = Loan()
         self._deadline_seconds = time.monotonic() + self._plan_seconds
+        self._was_direct_late = False
         try:
             self._lock(loan, demotion)
             if self._client.lost:

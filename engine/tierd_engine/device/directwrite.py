@@ -6,7 +6,7 @@
 Invariants:
   a chunk is encoded into only when its last write has ended
   a write begins only after the event of what made its slots whole, and after the reads that were
-    asked for before it
+    asked for before it; but those are waited for no more once they were late
   a chunk whose write did not end in time is never used again, nor freed before it has ended
   what the first write left on a disk is read back by the CPU and verified (coldwrite.py)
 
@@ -20,8 +20,9 @@ it as any other. Of a page of 549 KB, 4 KiB cross PCIe to the GPU and 44 bytes t
 A write that fails is done again by the CPU, from the hot pages, which stay until the commit. One
 that is late leaves its slots to nobody: the plan ends, its locks stay, and the path is given up.
 
-cuFile knows no stream order, so the host waits: for the encoder's event and no other. A GPU write
-that was killed with its process is as one of the CPU's: it is a call of a thread of that process.
+cuFile knows no stream order, so the host waits: for the encoder's event and no other. That a write
+of a process that is killed ends before its locks go is taken from cuFile's being a call of one of
+its threads, as a write of the CPU's is; it was not seen on a GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ from tierd_engine.device.probing import ColdPaths
 # 8 MiB at 2 MiB/s. A disk slower than that is the CPU's, whose plan has 20 s.
 WRITE_SECONDS = 4.0
 HEADER_SECONDS = 10.0  # 4 MiB of headers at most, behind a round: ten is a device that failed
-# As many chunks as land, 8 MiB each, at 20 MiB/s; then they are late themselves.
+# All that is read ahead, 40 MiB, at 20 MiB/s. Waited for in vain once a session: a plan that
+# waited so at each of its 32 chunks would be late for no fault of its own.
 READS_SECONDS = 2.0
 FAILURES_MAX = 3  # one after the other: then the path is given up for this session
 
@@ -81,12 +83,12 @@ class DirectWrites:
     """Chunks of slots in VRAM, and their writes. Used by one thread; `close` it.
 
     A chunk's life is `encode`, `start`, `wait` until it is not LATE. `after_reads`: waits for
-    reads that a step needs, for some seconds at most.
+    reads that a step needs, for some seconds at most, and returns whether they have ended.
     """
 
     def __init__(
         self, device: Device, encoder: DeviceEncoder, paths: ColdPaths,
-        after_reads: Callable[[float], None] = lambda seconds: None,
+        after_reads: Callable[[float], bool] = lambda seconds: True,
     ) -> None:  # fmt: skip
         self._device, self._encoder, self._paths = device, encoder, paths
         self._after_reads = after_reads
@@ -94,6 +96,7 @@ class DirectWrites:
         self._whole = device.new_event("slots in VRAM that may be written")
         self._under_way: dict[int, _UnderWay] = {}
         self._late: set[int] = set()
+        self._reads_are_late = False
         self._counted_before: int | None = None
         self._in_a_row = 0
         self.counts = DirectWriteCounts()
@@ -163,7 +166,7 @@ class DirectWrites:
                 self._device.copy_in_rows(self._encoder.stream, rows)
         self._device.record(self._whole, self._encoder.stream, Fence.RECORD_SLOTS_WHOLE)
         self._device.wait_host(self._whole, HEADER_SECONDS, Fence.WAIT_SLOTS_WHOLE)
-        self._after_reads(READS_SECONDS)
+        self._reads_are_late = self._reads_are_late or not self._after_reads(READS_SECONDS)
         self._counted_before = self._paths.write_counts()
         writes: list[PathWrite] = []
         self._under_way[chunk] = _UnderWay(pages, pages * size, ())

@@ -31,7 +31,7 @@ from tierd.errors import DeviceFailed, DeviceUnavailable
 from tierd_engine.workthreads import WorkThreads
 
 _THREADS = 4  # a unit of 8 MiB each; within one, kvikio has threads of its own
-_WRITE_THREADS = 2  # as many as the cold writer has chunks
+_WRITE_THREADS = 4  # scattered slots are a write each
 _TASK_THREADS = 8
 _GDS_BYTES_MIN = 4096  # kvikio's own 1 MiB would send single pages through RAM
 _KVIKIO_ERRORS = (

@@ -100,7 +100,7 @@ class Rig:
             self.device, HostKernels(), self.arena, self.stager.demand, digests=True
         )
         self.direct = DirectWrites(
-            self.device, self.encoder, self.paths, self._wait if waits else lambda seconds: None
+            self.device, self.encoder, self.paths, self._wait if waits else lambda seconds: True
         )
         namespace = Namespace(GEOMETRY, "weights", codec)
         self.handle: Any = SimpleNamespace(namespace=namespace, store_uuid=b"u" * 16, number=7)
@@ -113,9 +113,8 @@ class Rig:
         self.chunk_pages = self.writer._chunk_bytes // self.layout.slot_bytes
         self._first = 0
 
-    def _wait(self, seconds: float) -> None:
-        for read in self.path.reads:
-            read.wait(seconds)
+    def _wait(self, seconds: float) -> bool:
+        return all(read.wait(seconds) for read in self.path.reads)
 
     def _slab(self, number: int) -> Any:
         return SimpleNamespace(fd=self.fds[number], slot_bytes=self.layout.slot_bytes, direct=False)
@@ -383,11 +382,11 @@ def test_an_interruption_leaves_no_write_under_way(tmp_path: Path) -> None:
             rig = Rig(chooser, tmp_path)
             left = [at]
 
-            def interrupt(seconds: float, rig: Rig = rig, left: list[int] = left) -> None:
-                rig._wait(seconds)
+            def interrupt(seconds: float, rig: Rig = rig, left: list[int] = left) -> bool:
                 left[0] -= 1
                 if left[0] == -1:
                     raise KeyboardInterrupt
+                return rig._wait(seconds)
 
             rig.direct._after_reads = interrupt
             with pytest.raises(KeyboardInterrupt):
@@ -439,4 +438,14 @@ def test_a_codec_that_the_gpu_does_not_encode_goes_by_the_cpu(tmp_path: Path) ->
     rig.encoder._kernels = HostKernels(frozenset())
     rig.demote(rig.demotion())
     assert rig.staged_pages == PAGES and rig.path.writes_started == 0
+    rig.close()
+
+
+def test_reads_that_are_late_are_waited_for_once(tmp_path: Path) -> None:
+    rig = Rig(RandomChooser(10), tmp_path)
+    waits: list[float] = []
+    rig.direct._after_reads = lambda seconds: bool(waits.append(seconds))
+    for seed in range(2):
+        rig.demote(rig.demotion(), seed=seed)
+    assert waits == [2.0] and rig.direct.counts.pages == 2 * PAGES
     rig.close()

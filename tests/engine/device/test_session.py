@@ -286,7 +286,8 @@ def test_demoted_pages_go_past_ram_to_a_disk_and_a_session_is_exact(
         assert found["deadlines"] == (Fault.HANG in faults.values())
         assert bool(found["given_up"]) == (Fault.HANG in faults.values())
         assert stats["direct_demotions"] > 0
-        print(written, row)
+        fenced = tiers.daemon._daemon.store.placement.fenced
+        assert bool(fenced) == (Fault.HANG in faults.values())  # those slots are nobody's
         tiers.kv.check_integrity()
     rig.close()
 
