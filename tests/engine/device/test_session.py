@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.engine.device.test_directwrite import StrictPath
+from tests.engine.device.directrig import StrictPath
 from tests.engine.fakes import FakeDaemon
 from tests.engine.support import TierRig, greedy, own_greedy, random_tokens, tiny_model
 from tierd.errors import StaleGeneration
