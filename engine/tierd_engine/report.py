@@ -117,7 +117,11 @@ def _tier_sections(
             **asdict(tiers[Tier.HOT]),
             "peak_bytes": kv.arena.peak_bytes,
             "budget_bytes": kv.arena.budget_bytes,
-            "staging_bytes": kv.executors.staging_bytes + kv.workings.cold_writer.total_bytes,
+            "staging_bytes": (
+                kv.executors.staging_bytes
+                + kv.workings.cold_writer.total_bytes
+                + kv.workings.encoder_bytes
+            ),
             "demotions": kv.agent.demoted_blocks * kv.geometry.layers,
             "promoted_hot_blocks": kv.promoted_hot_blocks,
         },

@@ -66,6 +66,7 @@ class Workings:
             return
         from tierd_engine.device.arena import DeviceArena
         from tierd_engine.device.coldstaging import PinnedStaging
+        from tierd_engine.device.directwrite import DirectWrites
         from tierd_engine.device.encoder import DeviceEncoder
         from tierd_engine.device.executors import DeviceExecutors
 
@@ -86,9 +87,13 @@ class Workings:
             self.reader.close()  # the device's memory goes with the rig
             raise
         self.executors = executors
+        direct: DirectWrites | None = None
+        if rig.paths is not None and executors.direct is not None:
+            direct = DirectWrites(device, self._encoder, rig.paths, executors.direct.wait_for_reads)
         self.cold_writer = ColdWriter(
-            client, handle, staging=lambda size_bytes: PinnedStaging(device, size_bytes)
-        )
+            client, handle, staging=lambda size_bytes: PinnedStaging(device, size_bytes),
+            direct=direct,
+        )  # fmt: skip
         self.agent = TransferAgent(
             client, handle, arena, encode=self._encoder.encode, slab_of=self.slab,
             cold=self.cold_writer,
@@ -177,8 +182,9 @@ class Workings:
 
     @property
     def encoder_bytes(self) -> int:
-        """Bytes of the encoder's staging on the device."""
-        return 0 if self._encoder is None else self._encoder.total_bytes
+        """Bytes of the encoder's staging on the device, and of slots that a disk takes there."""
+        own = 0 if self._encoder is None else self._encoder.total_bytes
+        return own + self.cold_writer.device_bytes
 
     def figures(self) -> dict[str, Any] | None:
         """Return the report's section on the device; None on the host."""
@@ -201,6 +207,7 @@ class Workings:
             "near_share": self.executors.rates.share,
             "cold_paths": [] if self._rig.paths is None else self._rig.paths.figures(),
             "direct": None if self.executors.direct is None else self.executors.direct.figures(),
+            "direct_writes": self.cold_writer.figures()["direct"],
         }
 
     def close(self) -> None:

@@ -76,6 +76,16 @@ def test_whatever_is_not_ok_has_a_fix(tierd: Any, tmp_path: Path) -> None:
     ("script", "found", "health"),
     [
         ('print(\'{"kind": "gds", "reason": ""}\')', "gds: read past RAM", "ok"),
+        (
+            'print(\'{"kind": "gds", "reason": "", "writes": "gds", "writes_reason": ""}\')',
+            "gds: read past RAM, counted by nvidia-fs; written past RAM too",
+            "ok",
+        ),
+        (
+            'print(\'{"kind": "gds", "reason": "", "writes": "compat", "writes_reason": "w"}\')',
+            "gds: read past RAM, counted by nvidia-fs; written through RAM (compat: w)",
+            "ok",
+        ),
         ('print(\'{"kind": "compat", "reason": "r"}\')', "compat: r", "degraded"),
         ("import os; os.abort()", "posix: the probe ended with code -6", "degraded"),
         ("import time; time.sleep(30)", "posix: the probe did not end within 0.3 s", "degraded"),

@@ -22,7 +22,7 @@ from tierd.disk.header import SlotHeader, verify_slot
 from tierd.disk.slotlocks import locked_ranges
 from tierd.errors import DaemonUnavailable, TierFull
 from tierd.types import CodecId, Namespace, Tier
-from tierd_engine.agent import TransferAgent, encode_on_host
+from tierd_engine.agent import PageEncoder, TransferAgent, encode_on_host
 from tierd_engine.arena import HotArena
 from tierd_engine.coldwrite import ColdWriter
 
@@ -34,10 +34,13 @@ BLOCKS = 10
 class Engine:
     """A session whose hot blocks are filled at random, in front of a warm tier that is lent out."""
 
-    def __init__(self, client: Client, namespace: Namespace = INT8, **options: object) -> None:
+    def __init__(
+        self, client: Client, namespace: Namespace = INT8, *, arena: HotArena | None = None,
+        encode: PageEncoder = encode_on_host, **options: object,
+    ) -> None:  # fmt: skip
         self.client = client
         self.handle = client.open_session(namespace, MAX_TOKENS)
-        self.arena = HotArena(GEOMETRY, 1 << 30, blocks_max=BLOCKS)
+        self.arena = arena or HotArena(GEOMETRY, 1 << 30, blocks_max=BLOCKS)
         self.hot: dict[int, int] = {}
         rng = np.random.default_rng(7)
         shape = (2, GEOMETRY.kv_heads, GEOMETRY.block_tokens, GEOMETRY.head_dim)
@@ -48,7 +51,9 @@ class Engine:
                 self.arena.write(self.hot[block], layer, 0, keys, values)
         self.slots = dict(self.hot)
         self.cold = ColdWriter(client, self.handle, chunk_bytes=3 * 12288, **options)  # type: ignore[arg-type]
-        self.agent = TransferAgent(client, self.handle, self.arena, cold=self.cold)
+        self.agent = TransferAgent(
+            client, self.handle, self.arena, encode=encode, cold=self.cold
+        )  # fmt: skip
 
     def slot_of(self, block: int) -> int:
         return self.hot[block]

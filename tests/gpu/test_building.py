@@ -40,7 +40,7 @@ def test_every_kernel_of_llama_compiles_for_both_gpus_without_spills() -> None:
     each = ("encode {}", "decode {} to bfloat16", "decode {} to float32", "attend {}")
     codecs = ("raw", "int8", "k8v4", "int4", "fp8")
     assert kernels == {form.format(codec) for form in each for codec in codecs} | {
-        "merge", "digest",
+        "merge", "digest", "xxh3 sums", "xxh3 chain",
     }  # fmt: skip
     for capability in (80, 90):
         assert {
@@ -49,7 +49,7 @@ def test_every_kernel_of_llama_compiles_for_both_gpus_without_spills() -> None:
     for build in builds:
         assert build["cubin_bytes"] > 0 and build["registers"] > 0
         assert build["spill_bytes"] == build["stack_bytes"] == 0, build
-        is_exact = build["kernel"].split()[0] in ("encode", "decode", "digest")
+        is_exact = build["kernel"].split()[0] in ("encode", "decode", "digest", "xxh3")
         assert build["must_be_exact"] == is_exact
         assert bool(build["loose"]) != is_exact, build  # attention may, and does, fuse and flush
 

@@ -43,16 +43,19 @@ def test_a_dry_run_runs_every_part_on_the_fake_device(
         rows = done[f"decode {codec}"]["result"]["rows"]
         assert [row["plan"] for row in rows] == ["stream", "near", "auto"]
         assert rows[0]["link_bytes_per_step"] > 0 and rows[1]["near_bytes_per_step"] > 0
-    assert done["kernels"]["result"]["holds"] and len(done["kernels"]["result"]["rows"]) == 20
+    assert done["kernels"]["result"]["holds"] and len(done["kernels"]["result"]["rows"]) == 25
     assert done["model"]["result"]["holds"], done["model"]["result"]["rows"]
     assert done["resident"]["result"]["holds"]
     cold = done["cold"]["result"]
     assert cold["cold_pages"] > 0 and cold["device"]["direct"]["units"] > 0
-    assert cold["device"]["cold_paths"][0]["kind"] == "gds"
+    (disk,) = cold["device"]["cold_paths"]
+    assert disk["kind"] == disk["writes"] == "gds"
+    assert cold["written"]["direct"]["pages"] > 0
     verdicts = {bar["name"]: bar["verdict"] for bar in found["bars"]}
     assert verdicts["int8 stream, of the PCIe limit"] == "not judged"
     assert verdicts["kernels are the CPU's"] == "holds"
     text = (tmp_path / "gpu-check.md").read_text()
+    assert "pages from VRAM to a disk:" in text and " were taken from VRAM, 0 from RAM" in text
     assert "DRY RUN" in text and "not judged" in text and "## decode raw" in text
     assert "DRY RUN" in capsys.readouterr().out
 

@@ -206,7 +206,7 @@ def _check_cold(folder: Path, *, make_parents: bool) -> Iterator[Finding]:
 
 
 def _check_path_to_vram(folder: Path) -> Finding:
-    """Say how cold pages get to VRAM: gds, compat or posix; found by a read in its own process."""
+    """Say how cold pages get to VRAM, and back: gds, compat or posix; found in a process apart."""
     name = "cold pages to VRAM"
     if not NVIDIA.exists():
         return Finding(name, Health.OK, "posix (no GPU)")
@@ -217,6 +217,7 @@ def _check_path_to_vram(folder: Path) -> Finding:
         )
         found = json.loads(done.stdout)
         kind, reason = str(found["kind"]), str(found["reason"])
+        writes = found.get("writes"), found.get("writes_reason")
     except subprocess.TimeoutExpired:
         kind, reason = "posix", f"the probe did not end within {PROBE_SECONDS_MAX:g} s"
     except subprocess.CalledProcessError as error:
@@ -224,7 +225,13 @@ def _check_path_to_vram(folder: Path) -> Finding:
     except (OSError, ValueError, KeyError) as error:
         kind, reason = "posix", f"the probe failed: {error}"
     if kind == "gds":
-        return Finding(name, Health.OK, "gds: read past RAM, counted by nvidia-fs")
+        # Pages that are demoted through RAM are a few a step; those read are nearly all.
+        back = (
+            "written past RAM too"
+            if writes[0] == "gds"
+            else (f"written through RAM ({writes[0]}: {writes[1]})")
+        )
+        return Finding(name, Health.OK, f"gds: read past RAM, counted by nvidia-fs; {back}")
     fix = "install the extra cuda12 or cuda13 and nvidia-fs; until then they pass through RAM"
     return Finding(name, Health.DEGRADED, f"{kind}: {reason}", fix)
 

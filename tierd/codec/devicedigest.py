@@ -1,6 +1,7 @@
 """The device digest of a payload: 64 bits that a GPU and a CPU compute alike, block by block.
 
-GPUDirect Storage puts a page's bytes into VRAM, where xxh3 would run in one thread. This is
+GPUDirect Storage puts a page's bytes into VRAM, where xxh3 takes two passes, one of them a chain
+(an engine's GPU makes it of what it writes, tierd_engine/gpu/xxhashing.py). This is
 MULTILINEAR of Lemire and Kaser, "Strongly universal string hashing is fast" (The Computer Journal
 57(11), 2014, section 3), twice: over the 32-bit little-endian words of each block of 512, then
 over what the blocks gave. All arithmetic is modulo 2^64; r = 0, 1 are two lanes with keys of

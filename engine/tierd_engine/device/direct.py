@@ -316,6 +316,12 @@ class DirectCold:
                 break
         self._leave_all()
 
+    def wait_for_reads(self, seconds: float) -> bool:
+        """Wait until what is being read has landed, `seconds` at most; return whether it has."""
+        until = time.monotonic() + seconds
+        reads = [read for pending in self._pending for read in pending.reads]
+        return all(read.wait(max(until - time.monotonic(), 0.0)) for read in reads)
+
     # -- the rest -----------------------------------------------------------------
     def prepare(self, layouts: Iterable[PageLayout]) -> None:
         """Put addresses of these layouts on the device, so that no step does."""

@@ -232,16 +232,16 @@ class FakeDevice:
         self.copies += 1
         if not self._require_one_piece(*host):
             self.pageable_bytes += rows.row_bytes * rows.count
-        self._require_live(*device)
+        self.require_live(*device)
 
         def poison() -> None:
-            self._require_live(*device)
+            self.require_live(*device)
             for row in range(rows.count):
                 target = rows.target + row * rows.target_stride
                 bytes_at(target, rows.row_bytes)[:] = POISON
 
         def copy() -> None:
-            self._require_live(*device)
+            self.require_live(*device)
             for row in range(rows.count):
                 source = bytes_at(rows.source + row * rows.source_stride, rows.row_bytes)
                 bytes_at(rows.target + row * rows.target_stride, rows.row_bytes)[:] = source
@@ -261,7 +261,8 @@ class FakeDevice:
                 return True
         return False
 
-    def _require_live(self, address: int, size_bytes: int) -> None:
+    def require_live(self, address: int, size_bytes: int) -> None:
+        """Raise AssertionError unless these bytes are inside one buffer that is not freed."""
         for buffer in self._buffers.values():
             inside = buffer.address <= address
             if inside and address + size_bytes <= buffer.address + buffer.size_bytes:

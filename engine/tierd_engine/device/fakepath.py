@@ -1,7 +1,8 @@
-"""A fake of direct cold reads: real files, faults by number, bytes that come when chosen.
+"""A fake of direct cold I/O: real files, faults by number, bytes that move when chosen.
 
 A read is two operations of a stream of its own on the fake device: half-way its target is
-poison. So a chooser decides when bytes land, as it does for copies.
+poison. So is a write, which reads half of its source in each. So a chooser decides when bytes
+move, as it does for copies.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _GARBAGE = 0x5A  # not the poison of freed memory, where it would not show
 
 
 class Fault(enum.Enum):
-    """What befalls a read. HANG: it does not end before `let_go`, and then writes garbage."""
+    """What befalls a read or a write. HANG: it does not end before `let_go`, then moves garbage.
+
+    WRONG: a byte behind the first header is another one, and nobody says so.
+    """
 
     ERROR = "error"
     SHORT = "short"
@@ -31,35 +35,51 @@ class Fault(enum.Enum):
 
 
 @dataclass(eq=False, slots=True)
-class FakeRead:
-    """A read on the fake device."""
+class FakeWork:
+    """A read or a write on the fake device."""
 
     device: FakeDevice
     error: str = ""
     ended: bool = False
 
     def wait(self, seconds: float) -> bool:
-        """See PathRead. What can never end fails at once."""
+        """See PathRead, PathWrite. What can never end fails at once."""
         if seconds == 0:
             self.device.host_access()
             return self.ended
         return self.device.run_until(lambda: self.ended)
 
 
+class FakeRead(FakeWork):
+    """A read."""
+
+
+class FakeWrite(FakeWork):
+    """A write."""
+
+
 @dataclass(eq=False, slots=True)
 class FakePath:
-    """Reads files into a fake device. `faults`: by the read's number, from 0; `every`: of all."""
+    """Reads files into a fake device, and writes them from it.
+
+    `faults`: by the read's number, from 0; `every`: of all; `write_faults`, `every_write`: so too.
+    """
 
     device: FakeDevice
     faults: Mapping[int, Fault] = field(default_factory=dict)
     every: Fault | None = None
     started: int = 0
+    write_faults: Mapping[int, Fault] = field(default_factory=dict)
+    every_write: Fault | None = None
+    writes_started: int = 0
     hung: list[Callable[[], None]] = field(default_factory=list)
 
     _stream: FakeStream = field(init=False)
+    _write_stream: FakeStream = field(init=False)
 
     def __post_init__(self) -> None:
         self._stream = self.device.new_stream("disk")
+        self._write_stream = self.device.new_stream("disk, written")
 
     def start(self, fd: int, offset: int, target: torch.Tensor) -> FakeRead:
         """See ColdPath."""
@@ -95,8 +115,49 @@ class FakePath:
         self.device.launch(stream, end)
         return read
 
+    def start_write(self, fd: int, offset: int, source: torch.Tensor) -> FakeWrite:
+        """See ColdPath. As kvikio does, it opens the file itself: `fd` may be closed before."""
+        fault = self.write_faults.get(self.writes_started, self.every_write)
+        self.writes_started += 1
+        work, size = FakeWrite(self.device), source.numel()
+        file = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        half = size // 2 // SECTOR_BYTES * SECTOR_BYTES
+
+        def put(start: int, data: torch.Tensor) -> None:
+            os.pwrite(file, bytes(data.numpy()), offset + start)
+
+        def begin() -> None:
+            put(0, source[:half])
+
+        def end() -> None:
+            if fault is Fault.ERROR:
+                work.error = "input/output error"
+            elif fault is Fault.SHORT:
+                work.error = f"{half} of {size} bytes were written"
+            else:
+                put(half, source[half:])
+            if fault is Fault.WRONG:
+                put(SECTOR_BYTES, source[SECTOR_BYTES : SECTOR_BYTES + 1] ^ 1)
+            os.close(file)
+            work.ended = True
+
+        def garbage() -> None:
+            self.device.require_live(source.data_ptr(), size)
+            put(0, torch.full((size,), _GARBAGE, dtype=torch.uint8))
+            os.close(file)
+            work.ended = True
+
+        stream = self._write_stream
+        if fault is Fault.HANG:
+            self.device.launch(stream, begin)
+            self.hung.append(lambda: self.device.launch(stream, garbage))
+            return work
+        self.device.launch(stream, begin)
+        self.device.launch(stream, end)
+        return work
+
     def let_go(self) -> None:
-        """Let hung reads write now: garbage, to where their bytes should have gone."""
+        """Let what hangs move bytes now: garbage, to where the right ones should have gone."""
         for late in self.hung:
             late()
         self.hung.clear()

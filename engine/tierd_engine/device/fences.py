@@ -7,6 +7,7 @@
     written     compute -> out     hot pages are whole               : they may be encoded
     demand      in    -> out       copies that a step waits for      : demotion goes after them
     copied out  out   -> host      pages and statuses are in RAM     : digest, commit or abort
+    slots whole out   -> host      slots in VRAM have their headers  : the disk may read them
     out ended   out   -> host      the same, after an interruption   : abort
     query       compute -> near    q is made                         : it may be copied down
     query down  near  -> host      q is in RAM                       : the CPU may read it
@@ -40,6 +41,8 @@ class Fence(enum.StrEnum):
     WAIT_DEMAND = "wait: demand copies"
     RECORD_COPIED_OUT = "record: pages copied out"
     WAIT_COPIED_OUT = "wait: pages copied out"
+    RECORD_SLOTS_WHOLE = "record: slots whole in VRAM"
+    WAIT_SLOTS_WHOLE = "wait: slots whole in VRAM"
     RECORD_OUT_ENDED = "record: interrupted round ended"
     WAIT_OUT_ENDED = "wait: interrupted round ended"
     RECORD_QUERY = "record: query made"

@@ -44,6 +44,9 @@ class PageKernels(Protocol):
     def digest(self, addresses: torch.Tensor, size_bytes: int, out: torch.Tensor) -> None:
         """Write device digests of payloads, int64 [pages] with uint64's bits."""
 
+    def xxh3(self, addresses: torch.Tensor, size_bytes: int, out: torch.Tensor) -> None:
+        """Write xxh3-128 digests of payloads, int64 [pages, 2] with the bits, high half first."""
+
     def decode(
         self, layout: PageLayout, addresses: torch.Tensor, staging: PrefillStaging, start: int
     ) -> None:
@@ -96,6 +99,12 @@ class TritonKernels:
         from tierd_engine.gpu.digesting import digest_pages
 
         out.copy_(digest_pages(addresses, size_bytes))
+
+    def xxh3(self, addresses: torch.Tensor, size_bytes: int, out: torch.Tensor) -> None:
+        """See PageKernels."""
+        from tierd_engine.gpu.xxhashing import xxh3_pages
+
+        xxh3_pages(addresses, size_bytes, out)
 
     def decode(
         self, layout: PageLayout, addresses: torch.Tensor, staging: PrefillStaging, start: int
@@ -172,6 +181,13 @@ class HostKernels:
         from tierd.codec.devicedigest import device_digests
 
         out.copy_(torch.from_numpy(device_digests(addresses.numpy(), size_bytes).view(np.int64)))
+
+    def xxh3(self, addresses: torch.Tensor, size_bytes: int, out: torch.Tensor) -> None:
+        """See PageKernels."""
+        from tierd.codec import digest_pages
+
+        halves = digest_pages(addresses.numpy(), size_bytes).view(">i8").astype(np.int64)
+        out.copy_(torch.from_numpy(halves))
 
     def decode(
         self, layout: PageLayout, addresses: torch.Tensor, staging: PrefillStaging, start: int

@@ -1,4 +1,4 @@
-"""Probes the path from a folder's disk into VRAM and prints one JSON object, for `tierd doctor`.
+"""Probes the path from a folder's disk into VRAM and back; prints a JSON object for `tierd doctor`.
 
 A process of its own: what opens the driver may crash, or hang, and then nothing else does.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from tierd.errors import DeviceFailed, DeviceUnavailable
@@ -30,7 +29,7 @@ def probe_on_cuda(folder: Path) -> ProbeResult:
 def main() -> int:
     """Print what the folder named on the command line allows."""
     found = probe_on_cuda(Path(sys.argv[1]))
-    sys.stdout.write(json.dumps({**asdict(found), "kind": str(found.kind)}) + "\n")
+    sys.stdout.write(json.dumps(found.figures()) + "\n")
     sys.stdout.flush()
     return 0
 

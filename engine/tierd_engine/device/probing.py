@@ -1,8 +1,11 @@
-"""Which way bytes get from a disk into VRAM: found out by a read, never guessed.
+"""Which way bytes get from a disk into VRAM and back: found out by doing it, never guessed.
 
     gds      the bytes came whole, and nvidia-fs counted reads meanwhile
     compat   they came whole, and nothing shows that they did not pass through RAM
     posix    kvikio is not there, or its bytes were wrong, late, or an error
+
+Of writes the same words are said apart: by the first pages that go to a disk directly, which are
+read back by the CPU; or by `tierd doctor`, of a file of its own.
 
 What counts is the driver's own count (/proc/driver/nvidia-fs/stats): a setting says what was
 asked for, not what a read did. Another program's reads at that moment count too; so a machine
@@ -19,7 +22,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,22 +45,54 @@ _COUNTS_HINT = "echo 1 > /sys/module/nvidia_fs/parameters/rw_stats_enabled"
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a disk's path is, and why it is no better. `disk`: major:minor, or a folder."""
+    """What a disk's path is, and why it is no better. `disk`: major:minor, or a folder.
+
+    `writes`: the way back, None where none was tried, and why that is no better.
+    """
 
     disk: str
     kind: PathKind
     reason: str
     seconds: float = 0.0
+    writes: PathKind | None = None
+    writes_reason: str = ""
+
+    def figures(self) -> dict[str, Any]:
+        """Return it for a report."""
+        writes = None if self.writes is None else str(self.writes)
+        return {**asdict(self), "kind": str(self.kind), "writes": writes}
 
 
 def counted_reads(stats: Path = NVIDIA_FS_STATS) -> int | None:
     """Return how many reads nvidia-fs has done; None if it is not loaded or does not count."""
+    return _counted("Reads", stats)
+
+
+def counted_writes(stats: Path = NVIDIA_FS_STATS) -> int | None:
+    """Return how many writes it has done, as `counted_reads`."""
+    return _counted("Writes", stats)
+
+
+def _counted(what: str, stats: Path) -> int | None:
     try:
         text = stats.read_text()
     except OSError:
         return None
-    found = re.search(r"^Reads\s*:.*?\bok=(\d+)", text, re.MULTILINE)
+    found = re.search(rf"^{what}\s*:.*?\bok=(\d+)", text, re.MULTILINE)
     return int(found.group(1)) if found else None
+
+
+def _judged(failure: str, before: int | None, after: int | None, what: str) -> tuple[PathKind, str]:
+    """Return what a try has shown: `failure` "" where the bytes were right."""
+    if failure:
+        return PathKind.POSIX, failure
+    if before is None or after is None:
+        return PathKind.COMPAT, (
+            f"nvidia-fs is not loaded, or does not count its {what} ({_COUNTS_HINT})"
+        )
+    if after == before:
+        return PathKind.COMPAT, f"nvidia-fs did none of the {what}"
+    return PathKind.GDS, ""
 
 
 def probe(
@@ -75,15 +110,7 @@ def probe(
     except (OSError, DeviceFailed) as error:
         failure = str(error)
     seconds = time.monotonic() - began
-    after = counts()
-    if failure:
-        return ProbeResult(disk, PathKind.POSIX, failure, seconds)
-    if before is None or after is None:
-        reason = f"nvidia-fs is not loaded, or does not count its reads ({_COUNTS_HINT})"
-        return ProbeResult(disk, PathKind.COMPAT, reason, seconds)
-    if after == before:
-        return ProbeResult(disk, PathKind.COMPAT, "nvidia-fs did none of the reads", seconds)
-    return ProbeResult(disk, PathKind.GDS, "", seconds)
+    return ProbeResult(disk, *_judged(failure, before, counts(), "reads"), seconds)
 
 
 def _compare(device: Device, path: ColdPath, fd: int) -> str:
@@ -116,6 +143,28 @@ def _compare(device: Device, path: ColdPath, fd: int) -> str:
             device.free(target)
 
 
+def _write_and_compare(device: Device, path: ColdPath, fd: int) -> str:
+    """Write the start of a file of ours from VRAM; return "" if the CPU reads it so."""
+    source = device.allocate(PROBE_BYTES)
+    stream, ended = device.new_stream(f"write probe of {fd}"), device.new_event("the write probe")
+    is_stuck = False
+    try:
+        _run(device, stream, ended, partial(_fill, source.tensor, _PATTERN))
+        write = path.start_write(fd, 0, source.tensor)
+        is_stuck = not write.wait(PROBE_SECONDS)
+        if is_stuck:
+            return f"a write did not end within {PROBE_SECONDS:g} s"
+        if write.error:
+            return write.error
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if _read_direct(fd, PROBE_BYTES) == bytes([_PATTERN]) * PROBE_BYTES:
+            return ""
+        return "the file does not hold the bytes that were written"
+    finally:
+        if not is_stuck:  # else it may be read yet
+            device.free(source)
+
+
 def _fill(tensor: torch.Tensor, value: int) -> None:
     tensor.fill_(value)
 
@@ -138,15 +187,17 @@ class ColdPaths:
     """The path of each disk, probed once, at the first file that is there. Used by one thread.
 
     `path` None: kvikio cannot be used, for `reason`. `kinds`: those that are used for units.
+    `write_counts`: as `counts`, of writes.
     """
 
     def __init__(
         self, device: Device, path: ColdPath | None, reason: str = "",
         *, counts: Callable[[], int | None] = counted_reads,
+        write_counts: Callable[[], int | None] = counted_writes,
         kinds: frozenset[PathKind] = frozenset({PathKind.GDS}),
     ) -> None:  # fmt: skip
         self._device, self._path, self._reason, self._counts = device, path, reason, counts
-        self._kinds = kinds
+        self._kinds, self.write_counts = kinds, write_counts
         self._found: dict[int, ProbeResult] = {}
 
     def path_for(self, fd: int) -> ColdPath | None:
@@ -154,6 +205,39 @@ class ColdPaths:
         if self._path is None:
             return None
         return self._path if self.result(fd).kind in self._kinds else None
+
+    def write_path_for(self, fd: int) -> ColdPath | None:
+        """Return the path that takes pages from VRAM to this file, None if that is the CPU's.
+
+        A disk that reads go from directly gets one until a write has shown that it is no good.
+        """
+        path = self.path_for(fd)
+        if path is None or self.result(fd).writes not in (None, *self._kinds):
+            return None
+        return path
+
+    def is_write_proven(self, fd: int) -> bool:
+        """Return whether `prove_write` has been told of this file's disk."""
+        return self.result(fd).writes is not None
+
+    def prove_write(self, fd: int, failure: str, before: int | None) -> None:
+        """Note what the first write to a disk has shown; `failure` "" if its bytes are right there.
+
+        `before`: what `write_counts` said before it.
+        """
+        kind, reason = _judged(failure, before, self.write_counts(), "writes")
+        number = os.fstat(fd).st_dev
+        self._found[number] = replace(self.result(fd), writes=kind, writes_reason=reason)
+
+    def probe_write(self, fd: int) -> None:
+        """Write to the start of an empty file of the caller's, and note what that has shown."""
+        assert self._path is not None, "nothing is written without a path"
+        before = self.write_counts()
+        try:
+            failure = _write_and_compare(self._device, self._path, fd)
+        except (OSError, DeviceFailed) as error:
+            failure = str(error)
+        self.prove_write(fd, failure, before)
 
     def result(self, fd: int) -> ProbeResult:
         """Return what the file's disk allows; the first call for a disk probes it."""
@@ -168,10 +252,10 @@ class ColdPaths:
 
     def figures(self) -> list[dict[str, Any]]:
         """Return the report's rows, one a disk that was probed."""
-        return [{**asdict(found), "kind": str(found.kind)} for found in self._found.values()]
+        return [found.figures() for found in self._found.values()]
 
     def close(self) -> None:
-        """Take no more reads."""
+        """Take no more work."""
         if self._path is not None:
             self._path.close()
 
@@ -179,7 +263,8 @@ class ColdPaths:
 def probe_folder(paths: ColdPaths, folder: Path) -> ProbeResult:
     """Write a file of a known pattern to a folder, probe its disk with it, and remove it.
 
-    Raises OSError where the folder cannot be written to.
+    Where reads go directly, writes are tried too. Raises OSError where the folder cannot be
+    written to.
     """
     name = folder / f".tierd-probe-{os.getpid()}"
     fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -188,6 +273,8 @@ def probe_folder(paths: ColdPaths, folder: Path) -> ProbeResult:
         os.pwrite(fd, pattern[:PROBE_BYTES], 0)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if paths.path_for(fd) is not None:
+            paths.probe_write(fd)
         return paths.result(fd)
     finally:
         os.unlink(name)

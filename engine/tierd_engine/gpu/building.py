@@ -30,6 +30,7 @@ from tierd_engine.gpu.elements import EXACT, FUSED
 from tierd_engine.gpu.encoding import ENCODE, encode_kernel
 from tierd_engine.gpu.merging import MERGE, merge_kernel
 from tierd_engine.gpu.shapes import call_shape, padded, page_shape, warps_of
+from tierd_engine.gpu.xxhashing import CHAIN, chain_kernel, sums_kernel
 
 CAPABILITIES = (80, 90)
 WARP = 32
@@ -132,6 +133,8 @@ def kernels_of(model: Model, queries: tuple[int, ...] = QUERIES) -> Iterator[Ker
     arguments = ("*fp32", "*fp32", "*fp32", "*fp32", "i32", "i32", *sizes)
     yield Kernel("merge", merge_kernel, arguments, MERGE)
     yield Kernel("digest", digest_kernel, ("*i64", "*i64", "i32"), EXACT)
+    yield Kernel("xxh3 sums", sums_kernel, ("*i64", "*i64", "i32", "i32"), EXACT)
+    yield Kernel("xxh3 chain", chain_kernel, ("*i64", "*i64", "i32", "i32"), CHAIN)
 
 
 def build(kernel: Kernel, capability: int) -> Build:

@@ -182,7 +182,7 @@ def interrupt_at(device: FakeDevice) -> None:
     device.host_access()
     device.drain()
     end = device.new_event("end")
-    device.record(end, encoder._stream, "end")
+    device.record(end, encoder.stream, "end")
     device.wait_host(end, 1.0, "end")
     assert (warm.memory == 7).all(), "a copy landed in a slot that was given back"
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.engine.device.test_direct import FENCES as DIRECT_FENCES
+from tests.engine.device.test_directwrite import FENCES as WRITE_FENCES
 from tests.engine.device.test_encoder import FENCES as ENCODER_FENCES
 from tests.engine.device.test_encoder import INTERRUPT_FENCES
 from tests.engine.device.world import (
@@ -248,7 +249,7 @@ def test_the_fences_are_those_and_no_others() -> None:
 
 def test_every_fence_is_left_out_by_some_test() -> None:
     left_out = {*STREAM_FENCES, *NEAR_FENCES, *END_FENCES, *ENCODER_FENCES, *INTERRUPT_FENCES,
-                *DIRECT_FENCES}  # fmt: skip
+                *DIRECT_FENCES, *WRITE_FENCES}  # fmt: skip
     assert left_out == set(Fence)
 
 

@@ -11,11 +11,17 @@ import pytest
 import torch
 
 from tests.engine.support import TierRig, greedy, own_greedy, random_tokens, tiny_model
+from tierd.codec import digest_pages
+from tierd.codec.devicedigest import device_digests
+from tierd.codec.layout import page_layout
 from tierd.errors import DeviceFailed, DeviceUnavailable
 from tierd.memory.memfd import Mapping, create_memfd
-from tierd.types import CodecId, DType
+from tierd.types import CodecId, DType, Geometry
+from tierd_engine.arena import hot_block_bytes
 from tierd_engine.attention.plan import PlanMode
+from tierd_engine.device.arena import DeviceArena
 from tierd_engine.device.coldpath import PathKind
+from tierd_engine.device.encoder import DeviceEncoder
 from tierd_engine.device.opening import DeviceName, DeviceRig, open_rig
 from tierd_engine.device.port import Rows
 from tierd_engine.device.probing import PROBE_SECONDS, probe_folder
@@ -125,6 +131,60 @@ def test_the_path_of_cold_pages_is_probed_and_never_hangs(rig: DeviceRig, tmp_pa
     assert time.monotonic() - began < 4 * PROBE_SECONDS
     assert found.reason or found.kind is PathKind.GDS
     assert "not the file's" not in found.reason, "kvikio's bytes were wrong"
+    if found.kind is PathKind.GDS:
+        assert found.writes is PathKind.GDS or found.writes_reason
+        assert "does not hold the bytes" not in found.writes_reason, "kvikio's bytes were wrong"
+
+
+def test_pages_that_find_warm_full_take_the_path_that_their_disk_has(rig: DeviceRig) -> None:
+    tiny = tiny_model(5, "llama")
+    tiny.model.to(rig.device.torch_device)
+    prompt = random_tokens(600, 18)
+    tiers = TierRig(
+        tiny.shape, tiny.model, 600, 80, hot="20%", warm="10%", plan=PlanMode.STREAM,
+        block_tokens=64, rig=rig,
+    )  # fmt: skip
+    with tiers:
+        run = greedy(tiers.generator, prompt, 80)
+        assert run.tokens == own_greedy(tiny.model, prompt, 80)[0]
+        written = tiers.kv.workings.cold_writer.figures()
+        direct, disks = written["direct"], rig.paths.figures() if rig.paths else []
+        print(written, disks)
+        assert tiers.client.stats()["corrupt"] == 0 and direct["mismatches"] == 0
+        if any(disk["writes"] == "gds" for disk in disks):
+            assert direct["pages"] > 0 and direct["errors"] == direct["deadlines"] == 0
+        tiers.kv.check_integrity()
+    tiny.model.to("cpu")
+
+
+def test_xxh3_and_placed_pages_are_the_cpus(rig: DeviceRig) -> None:
+    geometry = Geometry(2, 4, 64, DType.BFLOAT16, 64)
+    device = rig.device
+    arena = DeviceArena(device, geometry, 2 * hot_block_bytes(geometry), blocks_max=2)
+    encoder = DeviceEncoder(device, rig.kernels, arena, device.new_event("none"), digests=True)
+    rng = np.random.default_rng()
+    keys = rng.standard_normal((2, 2, 4, 64, 64)).astype(np.float32)
+    for block in range(2):
+        slot = arena.allocate()
+        for layer in range(2):
+            there = torch.from_numpy(keys[block, layer]).to(device.torch_device, torch.bfloat16)
+            arena.write(slot, layer, 0, there, -there)
+    source = np.array([arena.page_address(b, n) for b in range(2) for n in range(2)], np.int64)
+    for codec in (CodecId.RAW, CodecId.INT8, CodecId.K8V4, CodecId.INT4, CodecId.FP8):
+        layout = page_layout(geometry, codec)
+        buffer = device.allocate(4 * layout.slot_bytes)
+        starts = buffer.address + 64 + np.arange(4, dtype=np.int64) * layout.slot_bytes
+        placed = encoder.place(source, starts, layout)
+        memory = buffer.tensor.cpu().numpy()
+        payloads = memory.ctypes.data + starts - buffer.address
+        assert not placed.status.any()
+        assert np.array_equal(placed.digests, digest_pages(payloads, layout.payload_bytes))
+        assert placed.device_digests is not None
+        expected = device_digests(payloads, layout.payload_bytes)
+        assert np.array_equal(placed.device_digests, expected)
+        device.free(buffer)
+    encoder.close()
+    arena.close()
 
 
 def test_the_links_rate_is_measured(rig: DeviceRig) -> None:

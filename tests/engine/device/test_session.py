@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
+from tests.engine.device.directrig import StrictPath
 from tests.engine.fakes import FakeDaemon
 from tests.engine.support import TierRig, greedy, own_greedy, random_tokens, tiny_model
 from tierd.errors import StaleGeneration
@@ -25,7 +27,7 @@ from tierd_engine.generator import Generator
 from tierd_engine.guard import QualityGuard
 from tierd_engine.session import SessionKV
 
-CONTEXT, NEW = 120, 12
+CONTEXT, NEW, LONG = 120, 12, 40
 
 
 class Rig:
@@ -230,11 +232,72 @@ def test_cold_pages_land_past_ram_and_a_session_is_exact(faults: dict[int, Fault
     rig.close()
 
 
+class LateReads(RandomChooser):
+    """Any order, in which a disk's reads are as late as they can be."""
+
+    def choose(self, options: Sequence[str]) -> int:
+        others = [i for i, name in enumerate(options) if name != "disk"]
+        return others[super().choose([options[i] for i in others])]
+
+
+WRITE_FAULTS: dict[str, dict[int, Fault]] = {
+    "whole": {},
+    "failing": {0: Fault.ERROR, 5: Fault.SHORT},
+    "hanging": {4: Fault.HANG},
+    "not on the disk": {0: Fault.WRONG},
+}
+
+
+@pytest.mark.parametrize("faults", WRITE_FAULTS.values(), ids=list(WRITE_FAULTS))
+def test_demoted_pages_go_past_ram_to_a_disk_and_a_session_is_exact(
+    faults: dict[int, Fault],
+) -> None:
+    tiny = tiny_model(5, "llama")
+    # Blocks fill, and are demoted, while reads for the next step are under way.
+    device = FakeDevice(LateReads(19))
+    reads, writes = itertools.count(), itertools.count()
+    path = StrictPath(device, write_faults=faults)
+    paths = ColdPaths(
+        device, path, counts=lambda: next(reads), write_counts=lambda: next(writes)
+    )  # fmt: skip
+    rig = fake_rig(device, Pins(device, HostLimits(None, None)), paths)
+    tiers = TierRig(
+        tiny.shape, tiny.model, 200, LONG, hot="20%", warm="20%", plan=PlanMode.STREAM,
+        block_tokens=16, rig=rig,
+    )  # fmt: skip
+    prompt = random_tokens(200, 18)
+    with tiers:
+        run = greedy(tiers.generator, prompt, LONG)
+        path.let_go()
+        assert run.tokens == own_greedy(tiny.model, prompt, LONG)[0]
+        stats, figures = tiers.client.stats(), tiers.kv.workings.figures()
+        assert figures is not None and stats["corrupt"] == 0
+        written = tiers.kv.workings.cold_writer.figures()
+        found, row = figures["direct_writes"], figures["cold_paths"][0]
+        assert written["direct"] == found and written["failures"] == 0
+        if faults == WRITE_FAULTS["not on the disk"]:
+            assert found["mismatches"] == 1 and row["writes"] == "posix" and found["chunks"] == 1
+        else:
+            assert found["pages"] > 0 and row["writes"] == "gds" and found["mismatches"] == 0
+        assert (
+            found["errors"] == sum(f is not Fault.HANG for f in faults.values())
+            or (found["mismatches"])
+        )
+        assert found["deadlines"] == (Fault.HANG in faults.values())
+        assert bool(found["given_up"]) == (Fault.HANG in faults.values())
+        assert stats["direct_demotions"] > 0
+        fenced = tiers.daemon._daemon.store.placement.fenced
+        assert bool(fenced) == (Fault.HANG in faults.values())  # those slots are nobody's
+        tiers.kv.check_integrity()
+    rig.close()
+
+
 ENDS = {
     Fence.RECORD_OUT_ENDED, Fence.WAIT_OUT_ENDED, Fence.RECORD_NEAR_ENDED, Fence.WAIT_NEAR_ENDED,
 }  # fmt: skip
 DIRECT = {
     Fence.RECORD_LANDING_READ, Fence.WAIT_LANDING_READ, Fence.RECORD_CHECKED, Fence.WAIT_CHECKED,
+    Fence.RECORD_SLOTS_WHOLE, Fence.WAIT_SLOTS_WHOLE,
 }  # fmt: skip
 FEW_FENCES = {
     Fence.RECORD_QUERY, Fence.WAIT_QUERY, Fence.RECORD_QUERY_DOWN, Fence.WAIT_QUERY_DOWN,

@@ -72,7 +72,11 @@ def check_decode(scale: Scale, earlier: dict[str, Any], codec: CodecId) -> dict[
 
 
 def check_cold(scale: Scale, folder: Path, earlier: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of a session most of which is on the disk, and the path that its pages took."""
+    """Return a row of a session most of which is on the disk, and the paths that its pages took.
+
+    Those that found warm full as they were demoted went to the disk at once: from VRAM, where the
+    path allows it.
+    """
     codec, tokens = CodecId.INT8, scale.cold_tokens
     geometry = scale.geometry
     all_bytes = _slots_bytes(scale, codec, tokens)
@@ -84,18 +88,22 @@ def check_cold(scale: Scale, folder: Path, earlier: dict[str, Any]) -> dict[str,
             plan=PlanMode.STREAM, rig=rig, cold_folder=cold, cold_needed_bytes=all_bytes,
         ) as kv:  # fmt: skip
             generator = Generator(model, kv)
+            began = time.perf_counter()
             fill(kv, tokens, rig)
+            fill_seconds = time.perf_counter() - began
             cold_bytes = below_bytes(kv)[1]
             seconds = _step_seconds(scale, rig, generator)
             table = kv.handle.table.read(kv.sealed_blocks)
             figures = kv.workings.figures()
+            written = kv.workings.cold_writer.figures()
             pages = int((table.tier == Tier.COLD).sum())
     rate = cold_bytes / seconds
     limit = earlier.get("links", {}).get("nvme_bytes_per_second")
     return {
         "tokens": tokens, "tokens_per_second": 1 / seconds, "cold_pages": pages,
         "cold_bytes_per_step": cold_bytes, "cold_bytes_per_second": rate,
-        "of_nvme": rate / limit if limit else None, "device": figures,
+        "of_nvme": rate / limit if limit else None, "fill_seconds": fill_seconds,
+        "written": written, "device": figures,
     }  # fmt: skip
 
 

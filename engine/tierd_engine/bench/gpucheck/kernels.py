@@ -23,6 +23,7 @@ CODECS = (CodecId.RAW, CodecId.INT8, CodecId.K8V4, CodecId.INT4, CodecId.FP8)
 # shows; weights rounded to bfloat16 are off by 2^-9 each.
 SHARPNESS = 3.0
 ATTEND_ERROR_MAX = 5e-3
+_ROUND_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ def _codec_rows(
     checks: dict[str, Callable[[], float]] = {
         "encode": lambda: _encode(hot, encoded, layout, ours),
         "digest": lambda: _digest(encoded, layout, ours),
+        "xxh3": lambda: _xxh3(encoded, layout, ours),
         "decode": lambda: _decode(encoded, layout, ours, device),
         "attend": lambda: _attend(scale, encoded, layout, ours, generator),
     }
@@ -91,6 +93,8 @@ def _codec_rows(
         try:
             row["error"] = check()
             row["holds"] = row["error"] <= allowed
+            if name == "xxh3" and device.type == "cuda":
+                row["bytes_per_second"] = _xxh3_rate(encoded, layout)
         except (RuntimeError, TierdError, AssertionError) as error:
             row |= {"error": None, "holds": False, "said": str(error)[:300]}
         yield row
@@ -116,6 +120,35 @@ def _digest(encoded: _Pages, layout: PageLayout, ours: Any) -> float:
     encoded.memory.copy_(torch.from_numpy(ours))  # whatever the encoder did
     found = digest_pages(encoded.addresses, layout.payload_bytes).cpu().numpy().view(np.uint64)
     return float((found != device_digests(_addresses(ours), layout.payload_bytes)).sum())
+
+
+def _xxh3(encoded: _Pages, layout: PageLayout, ours: Any) -> float:
+    from tierd_engine.gpu.xxhashing import xxh3_pages
+
+    encoded.memory.copy_(torch.from_numpy(ours))
+    out = torch.full((len(ours), 2), -1, dtype=torch.int64, device=encoded.memory.device)
+    xxh3_pages(encoded.addresses, layout.payload_bytes, out)
+    halves = out.cpu().numpy().astype(">i8").view(np.uint8)
+    expected = host.digest_pages(_addresses(ours), layout.payload_bytes)
+    return float((halves.reshape(-1, 16) != expected).any(axis=1).sum())
+
+
+def _xxh3_rate(encoded: _Pages, layout: PageLayout) -> float:
+    """Return bytes digested per second, of as many pages as a round has."""
+    from tierd_engine.gpu.xxhashing import xxh3_pages
+
+    times = _ROUND_BYTES // layout.payload_bytes // len(encoded.addresses) + 1
+    addresses = encoded.addresses.repeat(times)
+    out = torch.empty((len(addresses), 2), dtype=torch.int64, device=addresses.device)
+    make: Any = torch.cuda.Event  # it has no types
+    began, ended = make(enable_timing=True), make(enable_timing=True)
+    for _ in range(2):  # the first one compiles nothing, but finds its memory
+        began.record()
+        xxh3_pages(addresses, layout.payload_bytes, out)
+        ended.record()
+        ended.synchronize()
+    seconds: float = began.elapsed_time(ended) * 1e-3
+    return len(addresses) * layout.payload_bytes / seconds
 
 
 def _decoded(ours: Any, layout: PageLayout) -> tuple[Any, Any]:

@@ -119,13 +119,30 @@ def _tables(done: dict[str, Any]) -> list[str]:
         elif result and name != "links":
             flat = {key: value for key, value in result.items() if not isinstance(value, dict)}
             lines += ["", f"## {name}", "", *_table([flat])]
-    cold = _figure(done, "cold", "device")
-    if cold:
-        lines += ["", "Paths of cold pages into VRAM:", ""]
-        lines += [
-            f"- disk {path['disk']}: {path['kind']} {path['reason']}".rstrip()
-            for path in cold["cold_paths"]
-        ]
+    return lines + _paths(done)
+
+
+def _paths(done: dict[str, Any]) -> list[str]:
+    """Say which way cold pages took into VRAM, and demoted ones out of it."""
+    cold, written = _figure(done, "cold", "device"), _figure(done, "cold", "written")
+    if not cold:
+        return []
+    lines = ["", "Paths of cold pages into VRAM:", ""]
+    lines += [
+        f"- disk {path['disk']}: {path['kind']} {path['reason']}".rstrip()
+        for path in cold["cold_paths"]
+    ]
+    lines += ["", "Paths of demoted pages from VRAM to a disk:", ""]
+    lines += [
+        f"- disk {path['disk']}: {path['writes'] or 'not tried'} {path['writes_reason']}".rstrip()
+        for path in cold["cold_paths"]
+    ]
+    direct = written["direct"] or {"pages": 0, "bytes": 0, "errors": 0, "given_up": "no path"}
+    lines.append(
+        f"- {direct['pages']} pages ({direct['bytes'] / 1e6:.4g} MB) were taken from VRAM, "
+        f"{max(written['pages'] - direct['pages'], 0)} from RAM; {direct['errors']} writes failed"
+        f"{'; given up: ' + direct['given_up'] if direct['given_up'] else ''}"
+    )
     return lines
 
 

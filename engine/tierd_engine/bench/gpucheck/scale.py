@@ -63,8 +63,11 @@ def opened(scale: Scale) -> Iterator[DeviceRig]:
         from tierd_engine.device.probing import ColdPaths
 
         device = FakeDevice(torn_copies=False)
-        counts = itertools.count()  # so the disk's path is "gds", and units land
-        paths = ColdPaths(device, FakePath(device), counts=lambda: next(counts))
+        # So the disk's path is "gds" both ways: units land, and demoted pages are taken.
+        reads, writes = itertools.count(), itertools.count()
+        paths = ColdPaths(
+            device, FakePath(device), counts=lambda: next(reads), write_counts=lambda: next(writes)
+        )
         rig = fake_rig(device, Pins(device, HostLimits(None, None)), paths)
     else:
         rig = _open_cuda()
