@@ -29,7 +29,6 @@ ENCODE_RATIO_MIN = {CodecId.INT8: 0.5, CodecId.K8V4: 0.3, CodecId.INT4: 0.3}
 _GEOMETRY = Geometry(layers=30, kv_heads=3, head_dim=64, dtype=DType.BFLOAT16, block_tokens=256)
 _CODECS = (CodecId.INT8, CodecId.K8V4, CodecId.INT4, CodecId.FP8)
 _PAGES = 1200  # 236 MB: several times any last-level cache
-_TORCH_PAGES = 120
 _ROUNDS = 9
 _PAUSE_SECONDS = 0.02  # PyTorch's OpenMP threads spin for about 4 ms after each operator
 
@@ -108,8 +107,7 @@ def _rows(times: dict[str, list[float]], hot_bytes: int) -> list[CodecRow]:
     limit = hot_bytes / min(statistics.median(seconds) for seconds in copies)
     rows = []
     for name, seconds in times.items():
-        share = _TORCH_PAGES / _PAGES if name.endswith("plain torch") else 1.0
-        rows.append(CodecRow(name, share * hot_bytes / statistics.median(seconds), limit))
+        rows.append(CodecRow(name, hot_bytes / statistics.median(seconds), limit))
     return rows
 
 
@@ -138,9 +136,13 @@ def _held(holds: bool) -> str:
 
 
 def _encode_with_torch(hot: torch.Tensor, raw: PageLayout) -> list[torch.Tensor]:
-    """The same codes and scales (less key_error) with PyTorch's own operators, batched."""
+    """The same codes and scales (less key_error) of the same pages with PyTorch's operators.
+
+    Of a few pages, whose intermediate tensors stay in the caches, they make seven times as many
+    bytes a second: 2.0 GB/s of 30 pages beside 0.28 of 1,200.
+    """
     part = (-1, 2, raw.block_tokens, raw.head_dim)
-    pages = hot[: _TORCH_PAGES * raw.payload_bytes].view(torch.bfloat16).view(part).float()
+    pages = hot.view(torch.bfloat16).view(part).float()
     keys = pages[:, 0].reshape(len(pages), -1, raw.group_tokens, raw.head_dim)
     out = []
     for x, axis in ((keys, 2), (pages[:, 1], 2)):
