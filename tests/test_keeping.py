@@ -19,7 +19,7 @@ from tierd.errors import (
     TierFull,
 )
 from tierd.keeping import CLAIM_SECONDS
-from tierd.types import SessionState, Tier
+from tierd.types import CodecId, SessionState, Tier
 
 
 def make(disk: SimulatedDisk, warm_blocks: int = 8, cold_blocks: int = 64, first: int = 1) -> Rig:
@@ -274,3 +274,45 @@ async def test_another_engine_cannot_take_an_unclaimed_session_that_was_never_ke
     again = reopened(disk.kill())
     with pytest.raises((NotFound, StaleGeneration)):
         again.store.resume_session(1, session.number, INT8, 1024)
+
+
+@in_loop
+async def test_a_session_that_found_no_room_on_disk_has_blocks_in_ram_alone() -> None:
+    disk = SimulatedDisk(1)
+    rig = make(disk, cold_blocks=6)
+    first = await kept(rig)
+    session = rig.session()
+    await demote(rig, session, range(4), include_first=True)
+    task = await start(rig.mover.suspend(1, session.number, ids(4), 4))
+    await turns(rig, task)
+    with pytest.raises(TierFull, match=r"drop another .* or raise --cold-cap$"):
+        task.result()
+    rig.store.close_session(session.number, engine_id=1)
+    assert session.state is SessionState.SUSPENDED
+    keeper = rig.store.keeper
+    waiting = {key.block for key in keeper.unbacked(session)}
+    assert 0 < keeper.ram_only_blocks(session) == len(waiting) <= 4
+    assert keeper.ram_only_blocks(first) == 0
+    again = reopened(disk.kill(), cold_blocks=6)
+    assert all(again.store.keeper.ram_only_blocks(found) == 0 for found in again.store.book)
+
+
+@in_loop
+async def test_the_newest_encoded_block_says_which_codecs_a_session_has() -> None:
+    disk = SimulatedDisk(1)
+    rig = make(disk)
+    session, keeper = rig.session(), rig.store.keeper
+    assert keeper.page_codecs(session) == ()
+    await demote(rig, session, range(2), include_first=True)
+    assert keeper.page_codecs(session) == (CodecId.INT8, CodecId.INT8)
+    raised = (CodecId.INT8, CodecId.RAW)
+    await demote(rig, session, [2], codecs=raised)
+    assert keeper.page_codecs(session) == raised
+    await demote(rig, session, [3], codecs=(CodecId.RAW,) * 2)  # one that int8 cannot encode
+    assert keeper.page_codecs(session) == raised
+    await suspend(rig, session, 4)
+    again = reopened(disk.kill())
+    dormant = again.store.session(session.number)
+    assert dormant.dormant and again.store.keeper.page_codecs(dormant) == raised
+    again.store.keeper.wake(dormant)
+    assert again.store.keeper.page_codecs(dormant) == raised

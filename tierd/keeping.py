@@ -208,6 +208,42 @@ class Keeper:
             if (page := index.get(layer, block)) is not None and page.backing is None
         ]
 
+    def ram_only_blocks(self, session: Session) -> int:
+        """Return how many of a session's blocks end with the daemon: a page of theirs is in RAM."""
+        if not self.durable:
+            return 0
+        return len({key.block for key in self.unbacked(session)})
+
+    def page_codecs(self, session: Session) -> tuple[CodecId, ...]:
+        """Return a codec a layer, as the newest block below hot is stored; () if there is none.
+
+        Layers only rise. A block that is raw in every layer tells nothing where another is not:
+        the first always is, and one that its codec cannot encode.
+        """
+        newest: tuple[CodecId, ...] = ()
+        for codecs in self._blocks_codecs(session):
+            newest = newest or codecs
+            if any(codec is not CodecId.RAW for codec in codecs):
+                return codecs
+        return newest
+
+    def _blocks_codecs(self, session: Session) -> Iterator[tuple[CodecId, ...]]:
+        """Yield the codecs of each whole block but the first, newest first."""
+        if session.dormant:
+            rows = self._ledger.pages_of(session.number)
+            blocks = int(rows["block"].max(initial=0)) + 1
+            table = np.zeros((blocks, session.layers), np.uint8)
+            table[rows["block"], rows["layer"]] = rows["codec"]
+            for row in table[:0:-1].tolist():
+                if CodecId.NONE not in row:
+                    yield tuple(map(CodecId, row))
+            return
+        index = session.index
+        for block in reversed(index.blocks_from(1)):
+            pages = [index.get(layer, block) for layer in index.layers_of(block)]
+            if len(pages) == session.layers:
+                yield tuple(page.place.codec for page in pages if page is not None)
+
     def tick(self) -> None:
         """Drop what nobody has claimed, once the time for it is over."""
         if self._clock.monotonic() < self._claims_end_seconds:

@@ -309,7 +309,7 @@ class Mover:
             f"the cold tier has no room to keep the session: {len(keys)} pages, {size}, "
             f"more, and {format_size(budget.limit_bytes)} are the cap: drop another (tierd "
             f"sessions --drop) or raise --cold-cap. {self._waiters.trouble}"
-        ).strip()
+        ).strip(" .")
 
     def _make_cold_room(self, keys: Sequence[PageKey]) -> bool:
         """Free cold slots if that can be; say whether some are, or are coming."""

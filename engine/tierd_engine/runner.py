@@ -321,9 +321,8 @@ class NotKept(TierdError):
         said = str(error)
         if isinstance(error, TierFull):
             name = report.sections["session"]["id"]
-            said += (
-                f". Session {name} waits in the daemon's memory until there is room, or a --drop"
-            )
+            said += f". Session {name} is in the daemon's memory alone, and ends with it: once "
+            said += f"there is room, generate --resume {name} keeps it; or --drop it"
         super().__init__(said)
         self.report = report
         report.sections["session"]["kept"] = False

@@ -55,6 +55,35 @@ def test_sessions_are_listed(tierd: Any, world: Any) -> None:
     assert parsed == {"version": 1, "sessions": world.client_sessions}
 
 
+ROW = {
+    "id": "abc", "state": "suspended", "kept": True, "ram_only_blocks": 0, "codec": "int4",
+    "page_codecs": ["int4"] * 4, "block_tokens": 256, "tokens": 1030, "sealed_blocks": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, "  int4  "),
+        ({"page_codecs": []}, "  int4  "),
+        ({"page_codecs": ["int4", "k8v4", "int4", "raw"]}, "int4 (2 layers higher)"),
+        ({"codec": "int4,layers:1=k8v4", "page_codecs": ["int8", "k8v4"]},
+         "int4,layers:1=k8v4 (1 layer higher)"),
+        ({}, "  yes  "),
+        ({"tokens": 1025}, "  yes  "),
+        ({"kept": False, "ram_only_blocks": 3}, "not kept: 3 blocks only in RAM"),
+        ({"kept": False}, "not kept: ends with the daemon"),
+        ({"sealed_blocks": 1}, "in part: 3 blocks to be computed anew"),
+        ({"state": "running", "kept": False}, "running   -  "),
+    ],
+)  # fmt: skip
+def test_a_session_is_shown_as_it_is_stored_and_as_it_is_kept(
+    tierd: Any, world: Any, change: dict[str, Any], words: str
+) -> None:
+    world.client_sessions = [{**ROW, **change}]
+    assert words in tierd("sessions", "--daemon", "/run/t.sock").out
+
+
 def test_a_session_is_dropped_only_with_yes_and_only_if_suspended(tierd: Any, world: Any) -> None:
     world.client_sessions = [{"id": "abc", "state": "suspended", "tokens": 512},
                              {"id": "def", "state": "running", "tokens": 0}]  # fmt: skip

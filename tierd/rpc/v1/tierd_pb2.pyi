@@ -116,7 +116,7 @@ class GetRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ...) -> None: ...
 
 class SessionInfo(_message.Message):
-    __slots__ = ("session", "state", "engine_id", "codec", "layers", "block_tokens", "tokens", "sealed_blocks", "warm_pages", "cold_pages", "unused_seconds", "namespace_digest", "codec_layers")
+    __slots__ = ("session", "state", "engine_id", "codec", "layers", "block_tokens", "tokens", "sealed_blocks", "warm_pages", "cold_pages", "unused_seconds", "namespace_digest", "codec_layers", "page_codecs", "kept", "ram_only_blocks")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +130,9 @@ class SessionInfo(_message.Message):
     UNUSED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     CODEC_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_CODECS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    RAM_ONLY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     session: int
     state: SessionState
     engine_id: int
@@ -143,7 +146,10 @@ class SessionInfo(_message.Message):
     unused_seconds: float
     namespace_digest: bytes
     codec_layers: str
-    def __init__(self, session: _Optional[int] = ..., state: _Optional[_Union[SessionState, str]] = ..., engine_id: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., layers: _Optional[int] = ..., block_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., sealed_blocks: _Optional[int] = ..., warm_pages: _Optional[int] = ..., cold_pages: _Optional[int] = ..., unused_seconds: _Optional[float] = ..., namespace_digest: _Optional[bytes] = ..., codec_layers: _Optional[str] = ...) -> None: ...
+    page_codecs: bytes
+    kept: bool
+    ram_only_blocks: int
+    def __init__(self, session: _Optional[int] = ..., state: _Optional[_Union[SessionState, str]] = ..., engine_id: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., layers: _Optional[int] = ..., block_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., sealed_blocks: _Optional[int] = ..., warm_pages: _Optional[int] = ..., cold_pages: _Optional[int] = ..., unused_seconds: _Optional[float] = ..., namespace_digest: _Optional[bytes] = ..., codec_layers: _Optional[str] = ..., page_codecs: _Optional[bytes] = ..., kept: bool = ..., ram_only_blocks: _Optional[int] = ...) -> None: ...
 
 class ListRequest(_message.Message):
     __slots__ = ()
