@@ -26,8 +26,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from tierd.clock import Clock
+from tierd.coldcap import used_slabs
 from tierd.disk.records import SessionRecord
 from tierd.disk.volatile import LedgerPort, PageRows
+from tierd.errors import TierFull
 from tierd.index import Page, SessionIndex
 from tierd.placement import Placement
 from tierd.sessions import Session, SessionBook
@@ -58,8 +60,15 @@ class Keeper:
 
     def restore(self) -> None:
         """Take in what the ledger has from earlier runs. Raises StorageError, TierFull."""
-        for slab in self._ledger.slabs().values():
-            self._placement.restore_slab(slab)
+        used = {slab.slab for slab in used_slabs(self._ledger)}
+        slabs = self._ledger.slabs()
+        for slab in sorted(slabs.values(), key=lambda slab: slab.slab not in used):
+            try:
+                self._placement.restore_slab(slab)
+            except TierFull:
+                if slab.slab in used:
+                    raise
+                self._placement.cold_files.destroy(slab.slab)  # empty, beyond a cap that is smaller
         for record in self._ledger.sessions().values():
             session = self._dormant(record)
             if record.state == RUNNING:
