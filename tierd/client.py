@@ -241,7 +241,8 @@ class Client:
     ) -> dict[str, Any]:
         """Ask for a suspended or idle session's cold pages by a deadline from now.
 
-        Returns hint_id, pages (to be moved) and estimated_seconds. The hint
+        Returns hint_id, pages (that are cold), estimated_seconds, and of the pages
+        left_cold, about, which find no room in warm, with why ("" if none). The hint
         ends with this client. Raises NotFound, InvalidArgument, TierFull (throttled).
         """
         request = hint_request(

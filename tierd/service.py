@@ -363,7 +363,11 @@ class HintsService(pb_grpc.HintsServicer):
             priority=request.priority,
         )
         return pb.HintTicket(
-            hint_id=ticket.hint_id, pages=ticket.pages, estimated_seconds=ticket.estimated_seconds
+            hint_id=ticket.hint_id,
+            pages=ticket.pages,
+            estimated_seconds=ticket.estimated_seconds,
+            left_cold=ticket.left_cold,
+            why=ticket.why,
         )
 
     def _settled(self, hint: OpenHint, outcome: Outcome) -> None:

@@ -47,6 +47,7 @@ class FakeWorld:
     client_stats: dict[str, Any] = field(default_factory=dict)
     client_sessions: list[dict[str, Any]] = field(default_factory=list)
     hints: list[Any] = field(default_factory=list)
+    ticket: dict[str, Any] = field(default_factory=dict)
     closed: list[str] = field(default_factory=list)
     models: list[str] = field(default_factory=list)
     model_error: Exception | None = None
@@ -155,7 +156,7 @@ def _client(world: FakeWorld) -> ModuleType:
 
         def hint(self, session: str, **wish: Any) -> dict[str, Any]:
             world.hints.append((session, wish))
-            return {"hint_id": 7, "pages": 30, "estimated_seconds": 0.25}
+            return {"hint_id": 7, "pages": 30, "estimated_seconds": 0.25, **world.ticket}
 
         def close(self) -> None:
             pass

@@ -156,6 +156,19 @@ def test_a_hint_is_kept_open_until_its_deadline(
     assert slept == [0.25]
 
 
+def test_a_hint_says_which_of_its_pages_will_not_come_up_and_why(
+    tierd: Any, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.client_sessions = [{"id": "abc", "state": "suspended", "tokens": 512}]
+    monkeypatch.setattr(hint.time, "sleep", lambda seconds: None)
+    outcome = tierd("hint", "abc", "--deadline", "1s", "--daemon", "/run/t.sock")
+    assert "will not come up" not in outcome.err
+    world.ticket = {"left_cold": 1200, "why": "warm is full"}
+    outcome = tierd("hint", "abc", "--deadline", "1s", "--daemon", "/run/t.sock")
+    assert outcome.err == "tierd: about 1,200 pages will not come up: warm is full\n"
+    assert "left cold" in outcome.out and "1200" in outcome.out
+
+
 def test_a_deadline_that_is_no_duration_is_a_usage_error(tierd: Any, world: Any) -> None:
     outcome = tierd("hint", "abc", "--deadline", "soon", "--daemon", "/run/t.sock")
     assert outcome.code == 2

@@ -332,14 +332,18 @@ class HintRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., first_token: _Optional[int] = ..., last_token: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., confidence: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class HintTicket(_message.Message):
-    __slots__ = ("hint_id", "pages", "estimated_seconds")
+    __slots__ = ("hint_id", "pages", "estimated_seconds", "left_cold", "why")
     HINT_ID_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     ESTIMATED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_COLD_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
     hint_id: int
     pages: int
     estimated_seconds: float
-    def __init__(self, hint_id: _Optional[int] = ..., pages: _Optional[int] = ..., estimated_seconds: _Optional[float] = ...) -> None: ...
+    left_cold: int
+    why: str
+    def __init__(self, hint_id: _Optional[int] = ..., pages: _Optional[int] = ..., estimated_seconds: _Optional[float] = ..., left_cold: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
 
 class CancelHintRequest(_message.Message):
     __slots__ = ("hint_id",)
