@@ -40,10 +40,9 @@ from tierd_engine.device.opening import (
 from tierd_engine.fidelity import compare_with_own_cache
 from tierd_engine.generator import Generator
 from tierd_engine.guard import QualityGuard
-from tierd_engine.guardreport import guard_section
 from tierd_engine.link import AGAIN_SECONDS, REJOIN_SECONDS
 from tierd_engine.prompt import TextStream, build_followup, build_prompt, follow
-from tierd_engine.report import JobReport, build_report
+from tierd_engine.report import JobReport, build_report, guard_of
 from tierd_engine.session import SessionKV
 from tierd_engine.sizing import JobSizes, check_daemon_room, check_length, size_tiers
 from tierd_engine.weightonly import Weights, apply_weights
@@ -466,7 +465,7 @@ def _run_session(
             if isinstance(error, TierdError):
                 raise NotKept(report, error) from error
             raise
-        report.sections["guard"] = guard_section(kv.guard, followed=not kv.agent.codecs_refused)
+        report.sections["guard"] = guard_of(job, kv)
     return report
 
 
