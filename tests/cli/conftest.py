@@ -50,6 +50,7 @@ class FakeWorld:
     ticket: dict[str, Any] = field(default_factory=dict)
     closed: list[str] = field(default_factory=list)
     models: list[str] = field(default_factory=list)
+    requests: list[Any] = field(default_factory=list)
     model_error: Exception | None = None
     hot_bytes: int = 1024
     device: str = "cpu"
@@ -65,14 +66,16 @@ class _Spec(SimpleNamespace):
         return not self.drop and (self.keep or self.resume is not None)
 
 
-def _modelcheck(world: FakeWorld) -> ModuleType:
-    def check_model(name: str) -> None:
-        world.models.append(name)
+def _jobcheck(world: FakeWorld) -> ModuleType:
+    def check_request(model: str, request: Any) -> None:
+        world.models.append(model)
+        world.requests.append(request)
         if world.model_error is not None:
             raise world.model_error
 
-    module = ModuleType("tierd_engine.modelcheck")
-    module.check_model = check_model  # type: ignore[attr-defined]
+    module = ModuleType("tierd_engine.jobcheck")
+    module.check_request = check_request  # type: ignore[attr-defined]
+    module.Request = SimpleNamespace  # type: ignore[attr-defined]
     return module
 
 
@@ -171,7 +174,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWorld]:
     """Put fakes in the place of runner, daemon and client."""
     fake = FakeWorld()
     monkeypatch.setitem(sys.modules, "tierd_engine.runner", _runner(fake))
-    monkeypatch.setitem(sys.modules, "tierd_engine.modelcheck", _modelcheck(fake))
+    monkeypatch.setitem(sys.modules, "tierd_engine.jobcheck", _jobcheck(fake))
     monkeypatch.setitem(sys.modules, "tierd.daemon", _daemon(fake))
     monkeypatch.setitem(sys.modules, "tierd.client", _client(fake))
     yield fake
