@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.moversteps import cool, demote, intact, start, turns
-from tests.rig import INT8, INT8_BLOCK, LAYERS, Rig, in_loop
+from tests.rig import INT8, INT8_BLOCK, LAYERS, RAW_SLOT, Rig, in_loop
 from tierd.disk.faults import FOR_EVER, Fault, FaultKind
 from tierd.disk.simulated import SimulatedDisk
 from tierd.errors import (
@@ -103,8 +103,13 @@ async def test_what_stays_warm_of_a_suspended_session_is_spilled_without_a_copy(
     rig = make(SimulatedDisk(1))
     session = await kept(rig)
     assert session.index.pages_in(Tier.WARM) == session.index.backed_count == 4 * LAYERS
+    cold = rig.store.stats()["tiers"]["cold"]
+    assert (cold["pages"], cold["backup_pages"]) == (0, 4 * LAYERS)
+    assert cold["bytes"] == cold["backup_bytes"] == INT8_BLOCK * 3 + LAYERS * RAW_SLOT
     writes = rig.disk.operations
     cool(rig, session)
+    cold = rig.store.stats()["tiers"]["cold"]
+    assert (cold["pages"], cold["backup_pages"], cold["backup_bytes"]) == (4 * LAYERS, 0, 0)
     assert session.index.pages_in(Tier.COLD) == 4 * LAYERS and rig.disk.operations == writes
     resumed(rig, session.number, 4)
 

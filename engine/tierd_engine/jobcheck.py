@@ -77,8 +77,8 @@ def check_length(
     total = context_tokens + max_new_tokens
     if trained_tokens and total > trained_tokens:
         raise InvalidArgument(
-            f"{'at least ' * is_least}{context_tokens} tokens of context and {max_new_tokens} new ones are more than "
-            f"the {trained_tokens} tokens that the model was trained for; "
+            f"{'at least ' * is_least}{context_tokens} tokens of context and {max_new_tokens} new "
+            f"ones are more than the {trained_tokens} tokens that the model was trained for; "
             "shorten them or give --rope-scaling linear:FACTOR or yarn:FACTOR"
         )
 

@@ -29,6 +29,15 @@ def test_stats_show_tiers_moves_and_hints(tierd: Any, world: Any) -> None:
     assert world.sockets == ["/run/t.sock"]
 
 
+def test_cold_copies_of_warm_pages_are_told_apart_from_cold_pages(tierd: Any, world: Any) -> None:
+    cold = {**STATS["tiers"]["cold"], "bytes": 3 << 20, "backup_pages": 7, "backup_bytes": 2 << 20}
+    world.client_stats = {**STATS, "tiers": {**STATS["tiers"], "cold": cold}}
+    out = tierd("stats", "--daemon", "/run/t.sock").out
+    lines = [line.split() for line in out.splitlines() if "cold" in line]
+    assert lines[0][:4] == ["cold", "5", "1.0", "MiB"]
+    assert lines[1] == ["cold,", "copies", "of", "warm", "7", "2.0", "MiB"]
+
+
 def test_what_fails_just_now_is_shown(tierd: Any, world: Any) -> None:
     assert "Troubles" not in _stats_with(tierd, world, {})
     shown = _stats_with(tierd, world, {"disk": "no space left", "manifest": "no\x1b[31m room"})

@@ -198,7 +198,7 @@ def session_info_to_dict(info: Any) -> dict[str, Any]:
 
 _TIER_FIELDS = (
     "pages", "bytes", "capacity_bytes", "used_bytes", "peak_bytes", "slabs",
-    "reserved_slots", "retired_slots",
+    "reserved_slots", "retired_slots", "backup_pages", "backup_bytes",
 )  # fmt: skip
 
 

@@ -408,7 +408,7 @@ class WatchRequest(_message.Message):
     def __init__(self, interval_seconds: _Optional[float] = ...) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("pages", "bytes", "capacity_bytes", "used_bytes", "peak_bytes", "slabs", "reserved_slots", "retired_slots", "device")
+    __slots__ = ("pages", "bytes", "capacity_bytes", "used_bytes", "peak_bytes", "slabs", "reserved_slots", "retired_slots", "device", "backup_pages", "backup_bytes")
     PAGES_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -418,6 +418,8 @@ class TierStats(_message.Message):
     RESERVED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     RETIRED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_PAGES_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_BYTES_FIELD_NUMBER: _ClassVar[int]
     pages: int
     bytes: int
     capacity_bytes: int
@@ -427,7 +429,9 @@ class TierStats(_message.Message):
     reserved_slots: int
     retired_slots: int
     device: str
-    def __init__(self, pages: _Optional[int] = ..., bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., slabs: _Optional[int] = ..., reserved_slots: _Optional[int] = ..., retired_slots: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
+    backup_pages: int
+    backup_bytes: int
+    def __init__(self, pages: _Optional[int] = ..., bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., slabs: _Optional[int] = ..., reserved_slots: _Optional[int] = ..., retired_slots: _Optional[int] = ..., device: _Optional[str] = ..., backup_pages: _Optional[int] = ..., backup_bytes: _Optional[int] = ...) -> None: ...
 
 class HintStats(_message.Message):
     __slots__ = ("counts", "clients")
