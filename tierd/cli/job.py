@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,8 @@ def run_job_command(fields: Mapping[str, Any], placement: Placement, display: Di
     without it is refused before.
     """
     require_stdout()
-    quiet = display.quiet or display.as_json
+    # With --json, stderr is a person's only where it is a terminal.
+    quiet = display.quiet or (display.as_json and not sys.stderr.isatty())
     hush_libraries(quiet=quiet)
     from tierd_engine.cores import share_cores
 
