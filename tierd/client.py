@@ -308,8 +308,8 @@ class Client:
         if not is_lost:
             return error
         return DaemonUnavailable(
-            f"the daemon at {self.socket} that this client joined is gone, or restarted; the next is "
-            "joined by a new Client, or by Client.reconnect"
+            f"the daemon at {self.socket} that this client joined is gone, or restarted; the next "
+            "is joined by a new Client, or by Client.reconnect"
         )
 
     def _renew(self) -> None:
