@@ -302,8 +302,18 @@ async def test_a_session_that_found_no_room_on_disk_has_blocks_in_ram_alone() ->
     assert all(again.store.keeper.ram_only_blocks(found) == 0 for found in again.store.book)
 
 
+async def resumed_without_a_guard(rig: Rig, session) -> None:
+    """Resume, and keep anew with a block that is as was asked for, though layers had risen."""
+    before = rig.store.keeper.page_codecs(session)
+    rig.store.truncate(1, resumed(rig, session.number, 4).number, 1)
+    await demote(rig, session, [1], codecs=before)
+    await demote(rig, session, [2], codecs=(CodecId.INT8,) * 2)
+    assert rig.store.keeper.page_codecs(session) == before
+    await suspend(rig, session, 3)
+
+
 @in_loop
-async def test_the_newest_encoded_block_says_which_codecs_a_session_has() -> None:
+async def test_encoded_blocks_say_which_codecs_a_session_has() -> None:
     disk = SimulatedDisk(1)
     rig = make(disk)
     session, keeper = rig.session(), rig.store.keeper
@@ -316,6 +326,7 @@ async def test_the_newest_encoded_block_says_which_codecs_a_session_has() -> Non
     await demote(rig, session, [3], codecs=(CodecId.RAW,) * 2)  # one that int8 cannot encode
     assert keeper.page_codecs(session) == raised
     await suspend(rig, session, 4)
+    await resumed_without_a_guard(rig, session)
     again = reopened(disk.kill())
     dormant = again.store.session(session.number)
     assert dormant.dormant and again.store.keeper.page_codecs(dormant) == raised

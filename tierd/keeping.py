@@ -31,6 +31,7 @@ from tierd.disk.records import SessionRecord
 from tierd.disk.volatile import LedgerPort, PageRows
 from tierd.errors import TierFull
 from tierd.index import Page, SessionIndex
+from tierd.layercodecs import better_codecs
 from tierd.placement import Placement
 from tierd.sessions import Session, SessionBook
 from tierd.types import CodecId, PageKey, Place, SessionState, Tier
@@ -224,31 +225,39 @@ class Keeper:
         return len({key.block for key in self.unbacked(session)})
 
     def page_codecs(self, session: Session) -> tuple[CodecId, ...]:
-        """Return a codec a layer, as the newest block below hot is stored; () if there is none.
+        """Return the better codec of each layer's newest and oldest page; () if none is below hot.
 
-        Layers only rise. A block that is raw in every layer tells nothing where another is not:
-        the first always is, and one that its codec cannot encode.
+        Layers only rise while a guard decides, and fall back to what was asked for without one.
+        A block that is raw in every layer tells nothing where another is not: the first always
+        is, and one that its codec cannot encode.
         """
-        newest: tuple[CodecId, ...] = ()
-        for codecs in self._blocks_codecs(session):
-            newest = newest or codecs
+        newest, oldest = self._first_encoded(session, True), self._first_encoded(session, False)
+        return tuple(
+            old if old in better_codecs(new) else new
+            for new, old in zip(newest, oldest, strict=True)
+        )
+
+    def _first_encoded(self, session: Session, newest_first: bool) -> tuple[CodecId, ...]:
+        found: tuple[CodecId, ...] = ()
+        for codecs in self._blocks_codecs(session, newest_first):
+            found = found or codecs
             if any(codec is not CodecId.RAW for codec in codecs):
                 return codecs
-        return newest
+        return found
 
-    def _blocks_codecs(self, session: Session) -> Iterator[tuple[CodecId, ...]]:
-        """Yield the codecs of each whole block but the first, newest first."""
+    def _blocks_codecs(self, session: Session, newest_first: bool) -> Iterator[tuple[CodecId, ...]]:
+        """Yield the codecs of each whole block but the first."""
         if session.dormant:
             rows = self._ledger.pages_of(session.number)
             blocks = int(rows["block"].max(initial=0)) + 1
             table = np.zeros((blocks, session.layers), np.uint8)
             table[rows["block"], rows["layer"]] = rows["codec"]
-            for row in table[:0:-1].tolist():
-                if CodecId.NONE not in row:
-                    yield tuple(map(CodecId, row))
+            whole = [row for row in table[1:].tolist() if CodecId.NONE not in row]
+            for row in reversed(whole) if newest_first else whole:
+                yield tuple(map(CodecId, row))
             return
-        index = session.index
-        for block in reversed(index.blocks_from(1)):
+        index, found = session.index, session.index.blocks_from(1)
+        for block in reversed(found) if newest_first else found:
             pages = [index.get(layer, block) for layer in index.layers_of(block)]
             if len(pages) == session.layers:
                 yield tuple(page.place.codec for page in pages if page is not None)

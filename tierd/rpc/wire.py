@@ -174,7 +174,7 @@ def token_ids_from_wire(data: bytes) -> npt.NDArray[np.uint32]:
 def session_info_to_dict(info: Any) -> dict[str, Any]:
     """Return a session's row for people: plain values, the id first.
 
-    `codec` is what was asked for, `page_codecs` what each layer's newest pages are stored as.
+    `codec` is what was asked for, `page_codecs` what each layer's pages are stored as.
     """
     state = pb.SessionState.Name(info.state).removeprefix("SESSION_STATE_").lower()
     return {
