@@ -422,3 +422,34 @@ with Client.connect({path!r}) as client:
         stats = tool.stats()
         assert stats["demotions"] == 3 * 3 * 16 * LAYERS and stats["corrupt"] == 0
         assert np.isfinite(stats["uptime_seconds"])
+
+
+def test_a_tool_joins_the_next_daemon_by_itself_and_an_engine_is_told_how(tmp_path: Path) -> None:
+    with daemon_process(tmp_path) as (daemon, path):
+        tool, engine = Client.connect(path, kind="tool"), Client.connect(path)
+        kept = store_session(engine, 2)
+        daemon.terminate()
+        daemon.wait(timeout=10.0)
+        with pytest.raises(DaemonUnavailable):
+            tool.sessions()
+    with daemon_process(tmp_path), tool, engine:
+        assert [row["id"] for row in tool.sessions()] == [kept]
+        assert tool.stats()["sessions"]["suspended"] == 1
+        assert tool.hint(kept, deadline_seconds=1.0)["pages"] == 2 * LAYERS
+        eventually(lambda: engine.lost)
+        with pytest.raises(DaemonUnavailable, match=r"by a new Client, or by Client\.rec"):
+            engine.stats()
+        engine.reconnect()
+        assert engine.stats()["sessions"]["suspended"] == 1
+
+
+def test_a_tool_joins_the_next_daemon_also_for_what_changes_something(tmp_path: Path) -> None:
+    with daemon_process(tmp_path) as (daemon, path):
+        tool = Client.connect(path, kind="tool")
+        with Client.connect(path) as engine:
+            kept = store_session(engine, 2)
+        daemon.terminate()
+        daemon.wait(timeout=10.0)
+    with daemon_process(tmp_path), tool:
+        tool.close_session(kept)
+        assert tool.sessions() == []

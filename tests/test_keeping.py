@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.moversteps import cool, demote, intact, start, turns
-from tests.rig import INT8, INT8_BLOCK, LAYERS, Rig, in_loop
+from tests.rig import INT8, INT8_BLOCK, LAYERS, RAW_SLOT, Rig, in_loop
 from tierd.disk.faults import FOR_EVER, Fault, FaultKind
 from tierd.disk.simulated import SimulatedDisk
 from tierd.errors import (
@@ -19,7 +19,7 @@ from tierd.errors import (
     TierFull,
 )
 from tierd.keeping import CLAIM_SECONDS
-from tierd.types import SessionState, Tier
+from tierd.types import CodecId, SessionState, Tier
 
 
 def make(disk: SimulatedDisk, warm_blocks: int = 8, cold_blocks: int = 64, first: int = 1) -> Rig:
@@ -103,8 +103,13 @@ async def test_what_stays_warm_of_a_suspended_session_is_spilled_without_a_copy(
     rig = make(SimulatedDisk(1))
     session = await kept(rig)
     assert session.index.pages_in(Tier.WARM) == session.index.backed_count == 4 * LAYERS
+    cold = rig.store.stats()["tiers"]["cold"]
+    assert (cold["pages"], cold["backup_pages"]) == (0, 4 * LAYERS)
+    assert cold["bytes"] == cold["backup_bytes"] == INT8_BLOCK * 3 + LAYERS * RAW_SLOT
     writes = rig.disk.operations
     cool(rig, session)
+    cold = rig.store.stats()["tiers"]["cold"]
+    assert (cold["pages"], cold["backup_pages"], cold["backup_bytes"]) == (4 * LAYERS, 0, 0)
     assert session.index.pages_in(Tier.COLD) == 4 * LAYERS and rig.disk.operations == writes
     resumed(rig, session.number, 4)
 
@@ -274,3 +279,56 @@ async def test_another_engine_cannot_take_an_unclaimed_session_that_was_never_ke
     again = reopened(disk.kill())
     with pytest.raises((NotFound, StaleGeneration)):
         again.store.resume_session(1, session.number, INT8, 1024)
+
+
+@in_loop
+async def test_a_session_that_found_no_room_on_disk_has_blocks_in_ram_alone() -> None:
+    disk = SimulatedDisk(1)
+    rig = make(disk, cold_blocks=6)
+    first = await kept(rig)
+    session = rig.session()
+    await demote(rig, session, range(4), include_first=True)
+    task = await start(rig.mover.suspend(1, session.number, ids(4), 4))
+    await turns(rig, task)
+    with pytest.raises(TierFull, match=r"drop another .* or raise --cold-cap$"):
+        task.result()
+    rig.store.close_session(session.number, engine_id=1)
+    assert session.state is SessionState.SUSPENDED
+    keeper = rig.store.keeper
+    waiting = {key.block for key in keeper.unbacked(session)}
+    assert 0 < keeper.ram_only_blocks(session) == len(waiting) <= 4
+    assert keeper.ram_only_blocks(first) == 0
+    again = reopened(disk.kill(), cold_blocks=6)
+    assert all(again.store.keeper.ram_only_blocks(found) == 0 for found in again.store.book)
+
+
+async def resumed_without_a_guard(rig: Rig, session) -> None:
+    """Resume, and keep anew with a block that is as was asked for, though layers had risen."""
+    before = rig.store.keeper.page_codecs(session)
+    rig.store.truncate(1, resumed(rig, session.number, 4).number, 1)
+    await demote(rig, session, [1], codecs=before)
+    await demote(rig, session, [2], codecs=(CodecId.INT8,) * 2)
+    assert rig.store.keeper.page_codecs(session) == before
+    await suspend(rig, session, 3)
+
+
+@in_loop
+async def test_encoded_blocks_say_which_codecs_a_session_has() -> None:
+    disk = SimulatedDisk(1)
+    rig = make(disk)
+    session, keeper = rig.session(), rig.store.keeper
+    assert keeper.page_codecs(session) == ()
+    await demote(rig, session, range(2), include_first=True)
+    assert keeper.page_codecs(session) == (CodecId.INT8, CodecId.INT8)
+    raised = (CodecId.INT8, CodecId.RAW)
+    await demote(rig, session, [2], codecs=raised)
+    assert keeper.page_codecs(session) == raised
+    await demote(rig, session, [3], codecs=(CodecId.RAW,) * 2)  # one that int8 cannot encode
+    assert keeper.page_codecs(session) == raised
+    await suspend(rig, session, 4)
+    await resumed_without_a_guard(rig, session)
+    again = reopened(disk.kill())
+    dormant = again.store.session(session.number)
+    assert dormant.dormant and again.store.keeper.page_codecs(dormant) == raised
+    again.store.keeper.wake(dormant)
+    assert again.store.keeper.page_codecs(dormant) == raised

@@ -3,7 +3,9 @@
 Shape of `stats` (bytes and pages are ints; "tiers" has "warm" and "cold"):
 
     tiers: {tier: pages, bytes, capacity_bytes, used_bytes, peak_bytes, slabs,
-                  reserved_slots, retired_slots}
+                  reserved_slots, retired_slots, backup_pages, backup_bytes}
+        `bytes` of cold are of its pages and of `backup_bytes`: cold copies of pages that are
+        warm, `backup_pages`, which are counted in warm's `pages`
     demotions, direct_demotions, spills, backups, promotions, evictions, misses, corrupt,
         expired: pages (expired: demotions) since the start; a direct demotion is one of the
         demotions, that its engine wrote to cold itself; a backup is a cold copy of a page
@@ -57,6 +59,7 @@ def _tier(store: Store, tier: Tier) -> dict[str, int]:
     pages = sum(session.index.pages_in(tier) for session in store.book)
     if tier is Tier.COLD:
         pages += sum(store.keeper.cold_pages(s) for s in store.book if s.dormant)
+    backed = [(s, s.index.backed_by_codec()) for s in store.book] if tier is Tier.COLD else []
     return {
         "pages": pages,
         "bytes": sum(pool.slot_bytes * count.resident for pool, count in counts),
@@ -66,6 +69,12 @@ def _tier(store: Store, tier: Tier) -> dict[str, int]:
         "slabs": sum(len(pool.slabs()) for pool in pools),
         "reserved_slots": sum(count.reserved for _, count in counts),
         "retired_slots": sum(count.retired for _, count in counts),
+        "backup_pages": sum(codecs.total() for _, codecs in backed),
+        "backup_bytes": sum(
+            store.placement.slot_bytes(session, codec) * found
+            for session, codecs in backed
+            for codec, found in codecs.items()
+        ),
     }
 
 

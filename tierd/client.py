@@ -38,7 +38,7 @@ from tierd.rpc.calls import (
     ticket_to_dict,
     typed_error,
 )
-from tierd.rpc.handshake import BootstrapClient
+from tierd.rpc.handshake import ENGINE, BootstrapClient
 from tierd.rpc.v1 import tierd_pb2 as pb
 from tierd.rpc.v1 import tierd_pb2_grpc as pb_grpc
 from tierd.types import Namespace, Tier
@@ -81,8 +81,9 @@ class Client:
     """A connection to one daemon. Thread-safe; use as a context, or `close` it.
 
     kind "engine": may own sessions, has `epochs`; what it holds ends with the
-    connection. kind "tool": reads, hints and drains. `rpc_count` counts gRPC
-    calls and requests for fds.
+    connection; when its daemon is gone, `reconnect`, or open a new one. kind "tool": reads,
+    hints and drains; it joins the daemon that answers by then by itself (its hints ended with
+    the last one). `rpc_count` counts gRPC calls and requests for fds.
     """
 
     def __init__(self, bootstrap: BootstrapClient, socket: str, kind: str = "engine") -> None:
@@ -94,6 +95,7 @@ class Client:
         self._slabs: dict[int, MappedSlab] = {}
         self.unmapping: list[Callable[[], None]] = []  # called before slabs are unmapped
         self._closed = False
+        self._renewing = threading.Lock()  # held while a tool connects, which has a deadline
         self._attach(bootstrap)
 
     def _attach(self, bootstrap: BootstrapClient) -> None:
@@ -215,17 +217,18 @@ class Client:
 
     def sessions(self) -> list[dict[str, Any]]:
         """Return a row for each session the daemon keeps, oldest first."""
-        reply = self._read(self.sessions_stub.List, pb.ListRequest())
+        reply = self._read(lambda: self.sessions_stub.List, pb.ListRequest())
         return [wire.session_info_to_dict(info) for info in reply.sessions]
 
     def session(self, session_id: str) -> dict[str, Any]:
         """Return one session's row. Raises NotFound."""
         request = pb.GetRequest(session=wire.session_number(session_id))
-        return wire.session_info_to_dict(self._read(self.sessions_stub.Get, request))
+        return wire.session_info_to_dict(self._read(lambda: self.sessions_stub.Get, request))
 
     def close_session(self, session_id: str) -> None:
         """Drop a session and all it holds, an operator's way. Raises NotFound."""
         request = pb.CloseRequest(session=wire.session_number(session_id))
+        self._renew()
         self.call(self.sessions_stub.Close, request)
 
     # -- hints, stats, admin ------------------------------------------------------
@@ -241,21 +244,24 @@ class Client:
     ) -> dict[str, Any]:
         """Ask for a suspended or idle session's cold pages by a deadline from now.
 
-        Returns hint_id, pages (to be moved) and estimated_seconds. The hint
+        Returns hint_id, pages (that are cold), estimated_seconds, and of the pages
+        left_cold, about, which find no room in warm, with why ("" if none). The hint
         ends with this client. Raises NotFound, InvalidArgument, TierFull (throttled).
         """
         request = hint_request(
             session_id, deadline_seconds, first_token, last_token, confidence, priority
         )
+        self._renew()
         return ticket_to_dict(self.call(self._hints.Hint, request))
 
     def cancel_hint(self, hint_id: int) -> None:
         """Cancel a hint of this client. Raises NotFound if it is settled or unknown."""
+        self._renew()
         self.call(self._hints.Cancel, wire.request(pb.CancelHintRequest, hint_id=hint_id))
 
     def stats(self) -> dict[str, Any]:
         """Return tiers, counts, hints: tierd/census.py has the shape; tiers have `device` too."""
-        return wire.snapshot_to_dict(self._read(self._stats.Snapshot, pb.SnapshotRequest()))
+        return wire.snapshot_to_dict(self._read(lambda: self._stats.Snapshot, pb.SnapshotRequest()))
 
     def drain(self) -> None:
         """Ask the daemon to take no more work and to end."""
@@ -290,22 +296,48 @@ class Client:
                 request, timeout=deadline_seconds, metadata=self._metadata
             )
         except grpc.RpcError as failure:
-            raise typed_error(failure, self.boot_id, self.socket) from None
+            raise self._error(failure) from None
         except ValueError:  # grpc's way to say that the channel is closed
             raise DaemonUnavailable(f"this client of {self.socket} is closed") from None
         check_boot_id(call.trailing_metadata(), self.boot_id, self.socket)
         return reply
 
-    def _read(self, method: Any, request: Any) -> Any:
-        """Make a call that changes nothing, so that it may be tried again."""
+    def _error(self, failure: grpc.RpcError) -> TierdError:
+        error = typed_error(failure, self.boot_id, self.socket)
+        is_lost = self._kind == ENGINE and error.grpc_code == "UNAVAILABLE" and self.lost
+        if not is_lost:
+            return error
+        return DaemonUnavailable(
+            f"the daemon at {self.socket} that this client joined is gone, or restarted; the next "
+            "is joined by a new Client, or by Client.reconnect"
+        )
+
+    def _renew(self) -> None:
+        """Let a tool join the daemon that answers now, if its last one is gone.
+
+        Raises DaemonUnavailable: nothing is changed. An engine has sessions to hand back first.
+        """
+        if self._kind == ENGINE or self._closed or not self.lost:
+            return
+        with self._renewing:
+            if self.lost:  # still: no other thread has
+                self.reconnect(deadline_seconds=CALL_SECONDS)
+
+    def _read(self, method: Callable[[], Any], request: Any) -> Any:
+        """Make a call that changes nothing, so that it may be tried again, on the next daemon too.
+
+        `method` gives its stub, once connected.
+        """
         for attempt in range(1, READ_TRIES):
             try:
-                return self.call(method, request)
+                self._renew()
+                return self.call(method(), request)
             except DaemonUnavailable as error:
                 if error.grpc_code != "UNAVAILABLE":
                     raise  # a deadline has passed already
                 time.sleep(_BACKOFF_SECONDS * 2**attempt * random.uniform(0.5, 1.5))
-        return self.call(method, request)
+        self._renew()
+        return self.call(method(), request)
 
     def _count(self) -> None:
         with self._lock:

@@ -25,8 +25,8 @@ from typing import Any
 from tierd import __version__
 from tierd.bootstrap import BootstrapServer, require_free_socket
 from tierd.clock import SystemClock
+from tierd.coldcap import journal_bytes, metadata_bytes, too_small
 from tierd.config import DaemonConfig, check_memory
-from tierd.disk.journal import SEGMENT_BYTES
 from tierd.disk.ledger import Ledger
 from tierd.disk.posix import PosixDisk
 from tierd.disk.recovery import RecoveryReport
@@ -57,11 +57,9 @@ from tierd.units import SECTOR_BYTES, format_size
 
 _COLD_FREE_SHARE = 0.9  # of the free space, where no cap is set: the rest stays for others
 GROW_SECONDS = 5.0  # between two looks at whether more of the disk has come free
-SEGMENTS_RESERVED = 5
 # Of the cap's 1/64 that is for snapshots, three take 132 bytes a page of 12 KiB: 1/93. A manifest
 # has 44 bytes a page and the token ids: 1/280 and a little.
 MANIFESTS_PER_CAP = 210
-SEGMENT_BYTES_MIN = 64 << 10
 _START_SECONDS, _STOP_SECONDS = 10.0, 10.0  # an embedded daemon's; it starts in well under one
 _SCRAPE_SECONDS = 2.0
 
@@ -192,14 +190,7 @@ class Daemon:
                 clock=clock,
             )
         except TierFull:
-            slabs_bytes = sum(slab.size_bytes for slab in ledger.slabs().values())
-            # Of twice the slabs, so surely enough for what is less.
-            other_bytes = metadata_bytes(2 * slabs_bytes, journal_bytes(2 * slabs_bytes))
-            raise ConfigError(
-                f"cold.cap_bytes: {disk.folder} has {format_size(slabs_bytes)} of slabs, and the "
-                f"cap leaves {format_size(cap_bytes)} for them; "
-                f"{format_size(slabs_bytes + other_bytes)} are enough"
-            ) from None
+            raise ConfigError(too_small(disk.folder, cap_bytes, ledger)) from None
 
     def _close_ledger(self, ledger: Ledger | VolatileLedger) -> None:
         try:
@@ -333,22 +324,6 @@ def raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def metadata_bytes(cap_bytes: int, segment_bytes: int) -> int:
-    """Return what of a cap, which counts every byte, is for other files than slabs.
-
-    Journal: SNAPSHOT_SEGMENTS and the one that is written. The superblock and its successor.
-    Two snapshots and one under way: 44 bytes a page, and a page has 12 KiB or more.
-    """
-    room = SEGMENTS_RESERVED * segment_bytes + 2 * SUPERBLOCK_BYTES + cap_bytes // 64
-    return min(room // SECTOR_BYTES * SECTOR_BYTES, cap_bytes)
-
-
-def journal_bytes(cap_bytes: int) -> int:
-    """Return the bytes of a journal's segment: 64 MiB, and less for a small cold tier."""
-    small = cap_bytes // 128 // SECTOR_BYTES * SECTOR_BYTES
-    return max(SEGMENT_BYTES_MIN, min(small, SEGMENT_BYTES))
 
 
 class EmbeddedDaemon:

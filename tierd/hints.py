@@ -48,11 +48,16 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HintTicket:
-    """Answer to a hint: `pages` are to be moved, in about `estimated_seconds`."""
+    """Answer to a hint: `pages` are cold; those that move are warm in about `estimated_seconds`.
+
+    `left_cold` of them, about, find no room in warm; `why` says what takes it, "" if none.
+    """
 
     hint_id: int
     pages: int
     estimated_seconds: float
+    left_cold: int = 0
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,12 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from tierd.memory.pagetable import PageTableReader, PageTableWriter
-from tierd.types import Place, Tier
+from tierd.types import CodecId, Place, Tier
 
 STORED_TIERS = (Tier.WARM, Tier.COLD)
 
@@ -44,7 +45,7 @@ class SessionIndex:
         self.layers = layers
         self._pages: dict[tuple[int, int], Page] = {}
         self._by_block: dict[Tier, dict[int, set[int]]] = {tier: {} for tier in STORED_TIERS}
-        self.backed_count = 0
+        self._backed: Counter[CodecId] = Counter()
         self._table: PageTableWriter | None = None
 
     def __len__(self) -> int:
@@ -52,6 +53,15 @@ class SessionIndex:
 
     def __iter__(self) -> Iterator[tuple[tuple[int, int], Page]]:
         return iter(self._pages.items())
+
+    @property
+    def backed_count(self) -> int:
+        """Warm pages that have a cold copy."""
+        return self._backed.total()
+
+    def backed_by_codec(self) -> Counter[CodecId]:
+        """Return how many warm pages of each codec have a cold copy."""
+        return +self._backed
 
     def attach(self, table: PageTableWriter) -> None:
         """Mirror into `table` (empty so far) from now on; every page is published in it."""
@@ -92,9 +102,11 @@ class SessionIndex:
         assert page.backing is None or tier is Tier.WARM, f"({layer}, {block}) {page}"
         before = self._pages.get((layer, block))
         self._pages[layer, block] = page
-        self.backed_count += page.backing is not None
+        if page.backing is not None:
+            self._backed[page.place.codec] += 1
         if before is not None:
-            self.backed_count -= before.backing is not None
+            if before.backing is not None:
+                self._backed[before.place.codec] -= 1
             if before.place.tier is tier:
                 return before.place != page.place
             self._uncount(before.place.tier, layer, block)
@@ -148,7 +160,8 @@ class SessionIndex:
     def _forget(self, layer: int, block: int) -> Page | None:
         page = self._pages.pop((layer, block), None)
         if page is not None:
-            self.backed_count -= page.backing is not None
+            if page.backing is not None:
+                self._backed[page.place.codec] -= 1
             self._uncount(page.place.tier, layer, block)
         return page
 
@@ -165,8 +178,8 @@ class SessionIndex:
         assert sum(counted.values()) == len(self._pages), (
             f"index: {counted} by tier, {len(self._pages)} pages"
         )
-        backed = sum(page.backing is not None for page in self._pages.values())
-        assert backed == self.backed_count, f"index: {backed} backed, {self.backed_count=}"
+        backed = Counter(p.place.codec for p in self._pages.values() if p.backing is not None)
+        assert backed == self._backed, f"index: {backed} backed, {self._backed=}"
         for (layer, block), page in self._pages.items():
             assert layer in self._by_block[page.place.tier].get(block, ()), (
                 f"index: page ({layer}, {block}) {page.place} is not counted in its tier"

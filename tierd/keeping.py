@@ -26,9 +26,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from tierd.clock import Clock
+from tierd.coldcap import used_slabs
 from tierd.disk.records import SessionRecord
 from tierd.disk.volatile import LedgerPort, PageRows
+from tierd.errors import TierFull
 from tierd.index import Page, SessionIndex
+from tierd.layercodecs import better_codecs
 from tierd.placement import Placement
 from tierd.sessions import Session, SessionBook
 from tierd.types import CodecId, PageKey, Place, SessionState, Tier
@@ -58,8 +61,15 @@ class Keeper:
 
     def restore(self) -> None:
         """Take in what the ledger has from earlier runs. Raises StorageError, TierFull."""
-        for slab in self._ledger.slabs().values():
-            self._placement.restore_slab(slab)
+        used = {slab.slab for slab in used_slabs(self._ledger)}
+        slabs = self._ledger.slabs()
+        for slab in sorted(slabs.values(), key=lambda slab: slab.slab not in used):
+            try:
+                self._placement.restore_slab(slab)
+            except TierFull:
+                if slab.slab in used:
+                    raise
+                self._placement.cold_files.destroy(slab.slab)  # empty, beyond a cap that is smaller
         for record in self._ledger.sessions().values():
             session = self._dormant(record)
             if record.state == RUNNING:
@@ -207,6 +217,50 @@ class Keeper:
             for layer in index.layers_in(Tier.WARM, block)
             if (page := index.get(layer, block)) is not None and page.backing is None
         ]
+
+    def ram_only_blocks(self, session: Session) -> int:
+        """Return how many of a session's blocks end with the daemon: a page of theirs is in RAM."""
+        if not self.durable:
+            return 0
+        return len({key.block for key in self.unbacked(session)})
+
+    def page_codecs(self, session: Session) -> tuple[CodecId, ...]:
+        """Return the better codec of each layer's newest and oldest page; () if none is below hot.
+
+        Layers only rise while a guard decides, and fall back to what was asked for without one.
+        A block that is raw in every layer tells nothing where another is not: the first always
+        is, and one that its codec cannot encode.
+        """
+        newest, oldest = self._first_encoded(session, True), self._first_encoded(session, False)
+        return tuple(
+            old if old in better_codecs(new) else new
+            for new, old in zip(newest, oldest, strict=True)
+        )
+
+    def _first_encoded(self, session: Session, newest_first: bool) -> tuple[CodecId, ...]:
+        found: tuple[CodecId, ...] = ()
+        for codecs in self._blocks_codecs(session, newest_first):
+            found = found or codecs
+            if any(codec is not CodecId.RAW for codec in codecs):
+                return codecs
+        return found
+
+    def _blocks_codecs(self, session: Session, newest_first: bool) -> Iterator[tuple[CodecId, ...]]:
+        """Yield the codecs of each whole block but the first."""
+        if session.dormant:
+            rows = self._ledger.pages_of(session.number)
+            blocks = int(rows["block"].max(initial=0)) + 1
+            table = np.zeros((blocks, session.layers), np.uint8)
+            table[rows["block"], rows["layer"]] = rows["codec"]
+            whole = [row for row in table[1:].tolist() if CodecId.NONE not in row]
+            for row in reversed(whole) if newest_first else whole:
+                yield tuple(map(CodecId, row))
+            return
+        index, found = session.index, session.index.blocks_from(1)
+        for block in reversed(found) if newest_first else found:
+            pages = [index.get(layer, block) for layer in index.layers_of(block)]
+            if len(pages) == session.layers:
+                yield tuple(page.place.codec for page in pages if page is not None)
 
     def tick(self) -> None:
         """Drop what nobody has claimed, once the time for it is over."""

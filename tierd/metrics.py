@@ -18,12 +18,14 @@ from tierd.census import COUNTERS
 _BUCKETS_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0, 5.0, 30.0)
 _TIER_GAUGES = {
     "pages": "Pages in the tier",
-    "bytes": "Bytes of the pages in the tier",
+    "bytes": "Bytes of the pages in the tier, and of backups",
     "capacity_bytes": "Bytes the tier may use",
     "used_bytes": "Bytes of the tier's slabs",
     "peak_bytes": "Most bytes of slabs so far",
     "reserved_slots": "Slots lent or being filled",
     "retired_slots": "Slots that wait for steps to end",
+    "backup_pages": "Cold copies of pages that are warm",
+    "backup_bytes": "Bytes of cold copies of pages that are warm",
 }
 _OUTCOMES = ("useful", "late", "wasted", "cancelled")
 

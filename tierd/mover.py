@@ -29,14 +29,9 @@ from contextlib import suppress
 
 from tierd.carry import Batch
 from tierd.demotions import DemotionPlan, RoomNeeded
-from tierd.errors import (
-    DeadlineExceeded,
-    PageDamaged,
-    StorageError,
-    TierdError,
-    TierFull,
-)
+from tierd.errors import DeadlineExceeded, PageDamaged, StorageError, TierdError, TierFull
 from tierd.flusher import Arrival, Flusher, Group
+from tierd.hintroom import shortfall
 from tierd.hints import HintTicket
 from tierd.lanes import Lanes
 from tierd.lending import spare_needs, spare_slots
@@ -258,13 +253,14 @@ class Mover:
             confidence=confidence,
             priority=priority,
         )
-        queued_bytes = sum(batch.size_bytes for batch in self._flying)
+        lacks = shortfall(self._store, hint)
+        queued_bytes = sum(batch.size_bytes for batch in self._flying) - lacks.bytes
         for other in self._store.hints.urgent_first():
             if other.wish.urgency <= hint.wish.urgency:
                 queued_bytes += self._traffic.slots_bytes(other.awaited)
-        estimated_seconds = queued_bytes / self._bytes_per_second if hint.awaited else 0.0
+        seconds = max(0, queued_bytes) / self._bytes_per_second if hint.awaited else 0.0
         self.wake()
-        return HintTicket(hint.hint_id, len(hint.awaited), estimated_seconds)
+        return HintTicket(hint.hint_id, len(hint.awaited), seconds, lacks.pages, lacks.why)
 
     async def _room(self, session: Session, full: RoomNeeded, deadline_seconds: float) -> None:
         answer = self._waiters.new_answer()
@@ -309,7 +305,7 @@ class Mover:
             f"the cold tier has no room to keep the session: {len(keys)} pages, {size}, "
             f"more, and {format_size(budget.limit_bytes)} are the cap: drop another (tierd "
             f"sessions --drop) or raise --cold-cap. {self._waiters.trouble}"
-        ).strip()
+        ).strip(" .")
 
     def _make_cold_room(self, keys: Sequence[PageKey]) -> bool:
         """Free cold slots if that can be; say whether some are, or are coming."""

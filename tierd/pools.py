@@ -75,7 +75,7 @@ class TierPools:
         lacking_bytes = 0
         for pool, slots in needs.items():
             lacking = slots if empty else slots - pool.counts().free
-            added, remaining_bytes = pool.slots_within(remaining_bytes, lacking)
+            added, remaining_bytes = pool.slots_within(remaining_bytes, lacking, empty=empty)
             lacking_bytes += max(0, lacking - added) * pool.slot_bytes
         return lacking_bytes
 

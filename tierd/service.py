@@ -175,6 +175,8 @@ class SessionsService(pb_grpc.SessionsServicer):
 
     def _info(self, session: Session) -> Any:
         unused_seconds = self._store.clock.monotonic() - session.last_used_seconds
+        suspended = session.state is SessionState.SUSPENDED
+        ram_only = self._store.keeper.ram_only_blocks(session) if suspended else 0
         return pb.SessionInfo(
             session=session.number,
             state=_STATES[session.state],
@@ -189,6 +191,9 @@ class SessionsService(pb_grpc.SessionsServicer):
             cold_pages=self._store.keeper.cold_pages(session),
             unused_seconds=unused_seconds,
             namespace_digest=session.namespace_digest,
+            page_codecs=wire.codecs_to_wire(self._store.keeper.page_codecs(session)),
+            kept=suspended and self._store.keeper.durable and not ram_only,
+            ram_only_blocks=ram_only,
         )
 
 
@@ -358,7 +363,11 @@ class HintsService(pb_grpc.HintsServicer):
             priority=request.priority,
         )
         return pb.HintTicket(
-            hint_id=ticket.hint_id, pages=ticket.pages, estimated_seconds=ticket.estimated_seconds
+            hint_id=ticket.hint_id,
+            pages=ticket.pages,
+            estimated_seconds=ticket.estimated_seconds,
+            left_cold=ticket.left_cold,
+            why=ticket.why,
         )
 
     def _settled(self, hint: OpenHint, outcome: Outcome) -> None:

@@ -24,6 +24,8 @@ _TENSOR_BYTES_MIN = 8 + 1 + 4 + 8 + 4 + 8
 # Bytes of a value by its type's number.
 _VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
+_SIGNED = frozenset({1, 3, 5, 11})
+_INTEGERS = _SIGNED | {0, 2, 4, 10}
 _DIMENSIONS_MAX = 8
 _ARRAY_DEPTH_MAX = 4
 
@@ -60,6 +62,13 @@ def count_elements(path: Path) -> int:
         return _Walk(path, data).count_elements()
 
 
+def read_integers(path: Path) -> dict[str, int]:
+    """Return a GGUF file's keys whose value is one integer. Raises as `count_elements`."""
+    check_gguf(path)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _Walk(path, data).read_integers()
+
+
 class _Walk:
     """One pass over a header. `_at` is where the next field begins."""
 
@@ -85,6 +94,20 @@ class _Walk:
                 f"begins at {self._at + last}"
             )
         return elements
+
+    def read_integers(self) -> dict[str, int]:
+        _, _, _, keys = _HEADER.unpack_from(self._data, 0)
+        found: dict[str, int] = {}
+        for _ in range(keys):
+            begin = self._at + _U64.size
+            self._skip_string()
+            key = self._data[begin : self._at].decode("utf-8", "replace")
+            kind, at = self._u32(), self._at
+            self._skip_value(kind, 0)
+            if kind in _INTEGERS:
+                signed = kind in _SIGNED
+                found[key] = int.from_bytes(self._data[at : self._at], "little", signed=signed)
+        return found
 
     def _skip(self, count: int) -> None:
         self._at += count

@@ -5,19 +5,29 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tierd.layercodecs import describe_codecs
+from tierd.layercodecs import CodecChoice, describe_codecs, layer_codecs
+from tierd.types import CodecId, Namespace
 from tierd_engine.guard import LayerReading, QualityGuard, Verdict
 
 
-def guard_section(guard: QualityGuard | None, *, followed: bool) -> dict[str, Any]:
+def guard_section(
+    guard: QualityGuard | None, namespace: Namespace, *, followed: bool, resumed: bool = False
+) -> dict[str, Any]:
     """Return the JSON object. Errors are relative L2 errors of attention's output, `kl`s mean
     KLs in nats where the model reads again what it has read (rehearsal.py).
 
-    `source`: "off", "not needed" (no block left hot), "measured", or "resumed": the session's
-    pages were decided on before.
+    `source`: "off" (with `why`), "not needed" (codec raw, or no block left hot), "measured", or
+    "resumed": the session's pages were decided on before. `resumed`: the session had pages.
     """
+    if set(layer_codecs(namespace)) == {CodecId.RAW}:
+        return {"source": "not needed: codec raw is exact, there is nothing to guard"}
     if guard is None:
-        return {"source": "off"}
+        asked = CodecChoice(namespace.codec, namespace.codec_layers)
+        keeps = f"pages keep the codecs they have, new ones get {asked}"
+        return {
+            "source": "off",
+            "why": f"--no-guard; {keeps if resumed else f'all layers keep to {asked}'}",
+        }
     verdict = guard.verdict
     if verdict is None:
         return {"source": "not needed: no encoded block left the hot tier"}

@@ -86,13 +86,15 @@ def _packaged_gguf() -> Path:
     return files[0]
 
 
-def check_model(name: str) -> None:
-    """Refuse a model that cannot run, as far as its files' beginnings tell.
+def check_model(name: str) -> Path:
+    """Refuse a model that cannot run, as far as its files' beginnings tell; return where it is.
 
     `name` is what a user writes: a folder, a .gguf file or a packaged name.
     Raises InvalidArgument or UnsupportedModel, one line.
     """
-    check_folder(locate_model(name))
+    path = locate_model(name)
+    check_folder(path)
+    return path
 
 
 def check_folder(path: str | Path) -> None:

@@ -89,7 +89,7 @@ def build_report(
         },
         **_tier_sections(job, kv, stats),
         "device": kv.workings.figures(),
-        "guard": guard_section(kv.guard, followed=not kv.agent.codecs_refused),
+        "guard": guard_of(job, kv),
         "checks": {
             "digests_verified": kv.workings.cold_pages_verified,
             "damaged_or_lost_blocks": generator.lost_before + sum(generator.losses.values()),
@@ -106,6 +106,12 @@ def build_report(
     if fidelity is not None:
         sections["verify"] = _verify_section(sections, fidelity)
     return JobReport(text, sections)
+
+
+def guard_of(job: PreparedJob, kv: SessionKV) -> dict[str, Any]:
+    """Return the quality guard's section, as things are now: a suspension may ask it once more."""
+    followed, resumed = not kv.agent.codecs_refused, job.spec.resume is not None
+    return guard_section(kv.guard, job.namespace, followed=followed, resumed=resumed)
 
 
 def _tier_sections(

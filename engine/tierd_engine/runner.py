@@ -40,12 +40,12 @@ from tierd_engine.device.opening import (
 from tierd_engine.fidelity import compare_with_own_cache
 from tierd_engine.generator import Generator
 from tierd_engine.guard import QualityGuard
-from tierd_engine.guardreport import guard_section
+from tierd_engine.jobcheck import CODEC_DEFAULT, check_length
 from tierd_engine.link import AGAIN_SECONDS, REJOIN_SECONDS
 from tierd_engine.prompt import TextStream, build_followup, build_prompt, follow
-from tierd_engine.report import JobReport, build_report
+from tierd_engine.report import JobReport, build_report, guard_of
 from tierd_engine.session import SessionKV
-from tierd_engine.sizing import JobSizes, check_daemon_room, check_length, size_tiers
+from tierd_engine.sizing import JobSizes, check_daemon_room, size_tiers
 from tierd_engine.weightonly import Weights, apply_weights
 
 T = TypeVar("T")
@@ -181,7 +181,7 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
     if held is None:
         ids = build_prompt(tokenizer, spec.document, spec.prompt, spec.context_tokens).token_ids
         choice, block_tokens, context = (
-            parse_codec_choice(spec.codec or "int8"),
+            parse_codec_choice(spec.codec or CODEC_DEFAULT),
             spec.block_tokens,
             len(ids),
         )
@@ -191,7 +191,7 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
         context = int(held["tokens"]) + len(ids)
         dtype = _held_dtype(spec, held, folder, shape)
     hf.check_token_ids(config, ids)
-    check_length(shape, context, spec.max_new_tokens)
+    check_length(shape.trained_tokens, context, spec.max_new_tokens)
     sizes = size_tiers(
         shape,
         dtype,
@@ -321,9 +321,8 @@ class NotKept(TierdError):
         said = str(error)
         if isinstance(error, TierFull):
             name = report.sections["session"]["id"]
-            said += (
-                f". Session {name} waits in the daemon's memory until there is room, or a --drop"
-            )
+            said += f". Session {name} is in the daemon's memory alone, and ends with it: once "
+            said += f"there is room, generate --resume {name} keeps it; or --drop it"
         super().__init__(said)
         self.report = report
         report.sections["session"]["kept"] = False
@@ -467,7 +466,7 @@ def _run_session(
             if isinstance(error, TierdError):
                 raise NotKept(report, error) from error
             raise
-        report.sections["guard"] = guard_section(kv.guard, followed=not kv.agent.codecs_refused)
+        report.sections["guard"] = guard_of(job, kv)
     return report
 
 

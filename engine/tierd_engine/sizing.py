@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierd.codec.layout import page_layout
-from tierd.errors import BudgetTooSmall, InvalidArgument, TierFull
+from tierd.errors import BudgetTooSmall, TierFull
 from tierd.layercodecs import CodecChoice
 from tierd.memory.slabs import smallest_budget
 from tierd.types import BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MIN, CodecId, DType, Geometry
@@ -190,15 +190,4 @@ def check_daemon_room(sizes: JobSizes, stats: Mapping[str, Any], *, resumed: boo
             f"{need}; of the daemon's {format_size(warm + cold)} ({has}) other jobs hold "
             f"{format_size(held)}: try again when they are done",
             retry_after_seconds=1.0,
-        )
-
-
-def check_length(shape: ModelShape, context_tokens: int, max_new_tokens: int) -> None:
-    """Raise InvalidArgument if the job runs past the length the model was trained for."""
-    total = context_tokens + max_new_tokens
-    if shape.trained_tokens and total > shape.trained_tokens:
-        raise InvalidArgument(
-            f"{context_tokens} tokens of context and {max_new_tokens} new ones are more than "
-            f"the {shape.trained_tokens} tokens that the model was trained for; "
-            "shorten them or give --rope-scaling linear:FACTOR or yarn:FACTOR"
         )

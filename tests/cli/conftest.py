@@ -47,8 +47,10 @@ class FakeWorld:
     client_stats: dict[str, Any] = field(default_factory=dict)
     client_sessions: list[dict[str, Any]] = field(default_factory=list)
     hints: list[Any] = field(default_factory=list)
+    ticket: dict[str, Any] = field(default_factory=dict)
     closed: list[str] = field(default_factory=list)
     models: list[str] = field(default_factory=list)
+    requests: list[Any] = field(default_factory=list)
     model_error: Exception | None = None
     hot_bytes: int = 1024
     device: str = "cpu"
@@ -64,14 +66,16 @@ class _Spec(SimpleNamespace):
         return not self.drop and (self.keep or self.resume is not None)
 
 
-def _modelcheck(world: FakeWorld) -> ModuleType:
-    def check_model(name: str) -> None:
-        world.models.append(name)
+def _jobcheck(world: FakeWorld) -> ModuleType:
+    def check_request(model: str, request: Any) -> None:
+        world.models.append(model)
+        world.requests.append(request)
         if world.model_error is not None:
             raise world.model_error
 
-    module = ModuleType("tierd_engine.modelcheck")
-    module.check_model = check_model  # type: ignore[attr-defined]
+    module = ModuleType("tierd_engine.jobcheck")
+    module.check_request = check_request  # type: ignore[attr-defined]
+    module.Request = SimpleNamespace  # type: ignore[attr-defined]
     return module
 
 
@@ -155,7 +159,7 @@ def _client(world: FakeWorld) -> ModuleType:
 
         def hint(self, session: str, **wish: Any) -> dict[str, Any]:
             world.hints.append((session, wish))
-            return {"hint_id": 7, "pages": 30, "estimated_seconds": 0.25}
+            return {"hint_id": 7, "pages": 30, "estimated_seconds": 0.25, **world.ticket}
 
         def close(self) -> None:
             pass
@@ -170,7 +174,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWorld]:
     """Put fakes in the place of runner, daemon and client."""
     fake = FakeWorld()
     monkeypatch.setitem(sys.modules, "tierd_engine.runner", _runner(fake))
-    monkeypatch.setitem(sys.modules, "tierd_engine.modelcheck", _modelcheck(fake))
+    monkeypatch.setitem(sys.modules, "tierd_engine.jobcheck", _jobcheck(fake))
     monkeypatch.setitem(sys.modules, "tierd.daemon", _daemon(fake))
     monkeypatch.setitem(sys.modules, "tierd.client", _client(fake))
     yield fake

@@ -49,5 +49,5 @@ def test_the_report_says_which_layers_got_what_and_why(world: Any, tierd: Any) -
     assert "not followed" not in out
     world.report["guard"] = {**GUARD, "followed": False}
     assert "not followed" in tierd("demo").out
-    world.report["guard"] = {"source": "off"}
-    assert "quality guard" in tierd("demo").out
+    world.report["guard"] = {"source": "off", "why": "--no-guard; all layers keep to int4"}
+    assert "off: --no-guard; all layers keep to int4" in tierd("demo").out

@@ -30,9 +30,10 @@ class Slow:
                 except BaseException:
                     pass
 sys.meta_path.insert(0, Slow())
-check = types.ModuleType("tierd_engine.modelcheck")
-check.check_model = lambda name: None
-sys.modules["tierd_engine.modelcheck"] = check
+check = types.ModuleType("tierd_engine.jobcheck")
+check.check_request = lambda model, request: None
+check.Request = dict
+sys.modules["tierd_engine.jobcheck"] = check
 from tierd.cli import main
 sys.exit(main(["demo", "--quiet"]))
 """

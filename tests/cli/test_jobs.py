@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,16 @@ def test_json_is_one_versioned_object_and_nothing_else(tierd: Any, world: Any) -
     assert json.loads(outcome.out) == world.report
     assert outcome.out.count("\n") == 1
     assert outcome.err == ""
+
+
+def test_json_shows_progress_where_stderr_is_a_terminal(
+    tierd: Any, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    outcome = tierd("demo", "--json")
+    assert json.loads(outcome.out) == world.report
+    assert "prefill: 300 tokens" in outcome.err and "a note" in outcome.err
+    assert tierd("demo", "--json", "--quiet").err == ""
 
 
 def test_quiet_prints_the_text_only(tierd: Any, world: Any) -> None:

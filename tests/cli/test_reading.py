@@ -29,6 +29,15 @@ def test_stats_show_tiers_moves_and_hints(tierd: Any, world: Any) -> None:
     assert world.sockets == ["/run/t.sock"]
 
 
+def test_cold_copies_of_warm_pages_are_told_apart_from_cold_pages(tierd: Any, world: Any) -> None:
+    cold = {**STATS["tiers"]["cold"], "bytes": 3 << 20, "backup_pages": 7, "backup_bytes": 2 << 20}
+    world.client_stats = {**STATS, "tiers": {**STATS["tiers"], "cold": cold}}
+    out = tierd("stats", "--daemon", "/run/t.sock").out
+    lines = [line.split() for line in out.splitlines() if "cold" in line]
+    assert lines[0][:4] == ["cold", "5", "1.0", "MiB"]
+    assert lines[1] == ["cold,", "copies", "of", "warm", "7", "2.0", "MiB"]
+
+
 def test_what_fails_just_now_is_shown(tierd: Any, world: Any) -> None:
     assert "Troubles" not in _stats_with(tierd, world, {})
     shown = _stats_with(tierd, world, {"disk": "no space left", "manifest": "no\x1b[31m room"})
@@ -53,6 +62,35 @@ def test_sessions_are_listed(tierd: Any, world: Any) -> None:
     assert "abc" in shown and "suspended" in shown and "512" in shown
     parsed = json.loads(tierd("sessions", "--daemon", "/run/t.sock", "--json").out)
     assert parsed == {"version": 1, "sessions": world.client_sessions}
+
+
+ROW = {
+    "id": "abc", "state": "suspended", "kept": True, "ram_only_blocks": 0, "codec": "int4",
+    "page_codecs": ["int4"] * 4, "block_tokens": 256, "tokens": 1030, "sealed_blocks": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, "  int4  "),
+        ({"page_codecs": []}, "  int4  "),
+        ({"page_codecs": ["int4", "k8v4", "int4", "raw"]}, "int4 (2 layers higher)"),
+        ({"codec": "int4,layers:1=k8v4", "page_codecs": ["int8", "k8v4"]},
+         "int4,layers:1=k8v4 (1 layer higher)"),
+        ({}, "  yes  "),
+        ({"tokens": 1025}, "  yes  "),
+        ({"kept": False, "ram_only_blocks": 3}, "not kept: 3 blocks only in RAM"),
+        ({"kept": False}, "not kept: ends with the daemon"),
+        ({"sealed_blocks": 1}, "in part: 3 blocks to be computed anew"),
+        ({"state": "running", "kept": False}, "running   -  "),
+    ],
+)  # fmt: skip
+def test_a_session_is_shown_as_it_is_stored_and_as_it_is_kept(
+    tierd: Any, world: Any, change: dict[str, Any], words: str
+) -> None:
+    world.client_sessions = [{**ROW, **change}]
+    assert words in tierd("sessions", "--daemon", "/run/t.sock").out
 
 
 def test_a_session_is_dropped_only_with_yes_and_only_if_suspended(tierd: Any, world: Any) -> None:
@@ -125,6 +163,19 @@ def test_a_hint_is_kept_open_until_its_deadline(
     assert session == "abc"
     assert (wish["deadline_seconds"], wish["confidence"]) == (0.25, 0.5)
     assert slept == [0.25]
+
+
+def test_a_hint_says_which_of_its_pages_will_not_come_up_and_why(
+    tierd: Any, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.client_sessions = [{"id": "abc", "state": "suspended", "tokens": 512}]
+    monkeypatch.setattr(hint.time, "sleep", lambda seconds: None)
+    outcome = tierd("hint", "abc", "--deadline", "1s", "--daemon", "/run/t.sock")
+    assert "will not come up" not in outcome.err
+    world.ticket = {"left_cold": 1200, "why": "warm is full"}
+    outcome = tierd("hint", "abc", "--deadline", "1s", "--daemon", "/run/t.sock")
+    assert outcome.err == "tierd: about 1,200 pages will not come up: warm is full\n"
+    assert "left cold" in outcome.out and "1200" in outcome.out
 
 
 def test_a_deadline_that_is_no_duration_is_a_usage_error(tierd: Any, world: Any) -> None:

@@ -62,6 +62,20 @@ def test_a_terminal_gets_a_bar_that_is_gone_when_the_text_comes(
     assert "half way" in captured.err
 
 
+def test_where_the_answer_is_not_shown_its_making_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    display = terminal.JobDisplay(stream_text=False, quiet=False)
+    display.prefill_started(100)
+    display.token("text")
+    capsys.readouterr()
+    now[0] += terminal.PROGRESS_SECONDS
+    display.tick()
+    assert capsys.readouterr() == ("", "tierd: generating: 10 s so far\n")
+
+
 def test_a_long_path_is_not_folded_where_there_is_no_terminal(capsys: Any) -> None:
     path = "/" + "p" * 4000
     terminal.print_table("", ["setting", "value"], [["cold.folder", path]], text_columns=2)

@@ -29,12 +29,15 @@ def test_another_process_reads_a_session_of_mixed_codecs_right(tmp_path: Path) -
             wanted = engine.kv.guard.verdict.codecs
             assert engine.pages(Tier.COLD) and engine.pages(Tier.WARM)
             session = engine.suspend()
+        with Client.connect(daemon.socket, kind="tool") as client:
+            row = client.session(session)
         codecs, logits = ask(daemon.socket, session)
         file = tmp_path / "seen.npz"
         command = [sys.executable, "-m", "tests.e2e.mixed", daemon.socket, session, str(file)]
         subprocess.run(command, check=True, timeout=120)
         seen = np.load(file)
     assert len(set(wanted)) > 1 and wanted[1] is not CodecId.INT4 and wanted[2] is CodecId.INT8
+    assert row["page_codecs"] == [codec.name.lower() for codec in wanted]
     assert (codecs[:, 0] == CodecId.RAW).all()
     for layer, newest in enumerate(wanted):
         asked = CodecId.INT8 if layer == 2 else CodecId.INT4

@@ -132,7 +132,7 @@ def test_an_outlier_model_gets_better_codecs_at_its_outliers_and_its_kl_falls_wi
     assert verdict.kl_asked is not None and verdict.kl_chosen is not None
     assert verdict.kl_chosen <= verdict.kl_limit < verdict.kl_asked
     assert guarded < plain / 2
-    section = guard_section(rig.kv.guard, followed=True)
+    section = guard_section(rig.kv.guard, rig.kv.handle.namespace, followed=True)
     assert section["raised"][0]["layer"] <= 1 and "mean KL of" in section["raised"][0]["why"]
     assert section["kl_asked"] == verdict.kl_asked and len(section["kls"]) == LAYERS
 
@@ -142,7 +142,7 @@ def test_the_same_model_without_outliers_is_left_alone(codec: CodecId) -> None:
     _, rig = kl_to_own_cache(outlier_model(1, outlier=0.0, spread=0.05), codec, guarded=True)
     assert rig.kv.guard is not None and rig.kv.guard.verdict is not None
     assert not rig.kv.guard.verdict.raised
-    section = guard_section(rig.kv.guard, followed=True)
+    section = guard_section(rig.kv.guard, rig.kv.handle.namespace, followed=True)
     assert section["kl_asked"] == section["kl_chosen"] < section["kl_limit"]
     assert section["kl_limit"] == pytest.approx(KL_LIMITS[codec])
 
@@ -234,22 +234,43 @@ def test_nothing_is_asked_for_once_a_session_was_resumed_or_before_it_is_due_aga
 
 def test_a_resumed_session_goes_on_with_the_codecs_of_its_newest_encoded_block() -> None:
     geometry = Geometry(3, 1, 32, DType.FLOAT32, 16)
-    guard = QualityGuard(Namespace(geometry, "w", CodecId.INT4))
+    namespace = Namespace(geometry, "w", CodecId.INT4)
+    guard = QualityGuard(namespace)
     raw, k8v4, int4 = CodecId.RAW, CodecId.K8V4, CodecId.INT4
     pages = np.array([
         [raw, int4, int4, raw], [raw, int4, k8v4, raw], [raw, k8v4, raw, raw],
     ])  # fmt: skip
     guard.adopt(pages.astype(np.uint8))
     assert guard.verdict is not None and guard.verdict.codecs == (int4, k8v4, raw)
-    section = guard_section(guard, followed=True)
+    section = guard_section(guard, namespace, followed=True)
     assert section["codecs"] == "int4,layers:1=k8v4,layers:2=raw"
     assert [row["layer"] for row in section["raised"]] == [1, 2]
 
 
 def test_a_resumed_session_of_one_block_is_measured_anew() -> None:
     geometry = Geometry(1, 1, 32, DType.FLOAT32, 16)
-    guard = QualityGuard(Namespace(geometry, "w", CodecId.INT8))
+    namespace = Namespace(geometry, "w", CodecId.INT8)
+    guard = QualityGuard(namespace)
     guard.adopt(np.array([[CodecId.RAW]], np.uint8))
     assert guard.verdict is None
-    assert guard_section(guard, followed=True)["source"].startswith("not needed")
-    assert guard_section(None, followed=True) == {"source": "off"}
+    assert guard_section(guard, namespace, followed=True)["source"].startswith("not needed")
+
+
+def test_without_a_guard_the_report_says_why_and_what_becomes_of_the_codecs() -> None:
+    namespace = Namespace(
+        Geometry(2, 1, 32, DType.FLOAT32, 16), "w", CodecId.INT4, codec_layers="1=k8v4"
+    )
+    section = guard_section(None, namespace, followed=True)
+    why = "--no-guard; all layers keep to int4,layers:1=k8v4"
+    assert section == {"source": "off", "why": why}
+    section = guard_section(None, namespace, followed=True, resumed=True)
+    assert "pages keep the codecs they have, new ones get int4" in section["why"]
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("resumed", [True, False])
+def test_raw_has_nothing_to_guard_and_the_report_says_so(guarded: bool, resumed: bool) -> None:
+    namespace = Namespace(Geometry(2, 1, 32, DType.FLOAT32, 16), "w", CodecId.RAW)
+    guard = QualityGuard(namespace) if guarded else None
+    section = guard_section(guard, namespace, followed=True, resumed=resumed)
+    assert section == {"source": "not needed: codec raw is exact, there is nothing to guard"}

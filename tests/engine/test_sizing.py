@@ -10,7 +10,8 @@ from tierd.errors import BudgetTooSmall, InvalidArgument, TierFull
 from tierd.types import CodecId, DType
 from tierd_engine.arena import hot_block_bytes
 from tierd_engine.hf import ModelShape
-from tierd_engine.sizing import JobSizes, check_daemon_room, check_length, size_tiers
+from tierd_engine.jobcheck import check_length
+from tierd_engine.sizing import JobSizes, check_daemon_room, size_tiers
 
 SHAPE = ModelShape(30, 9, 3, 64, 8192, "")
 
@@ -154,9 +155,9 @@ def test_a_kept_session_needs_room_for_all_its_blocks() -> None:
 
 
 def test_a_context_past_the_trained_length_is_refused_with_the_way_out() -> None:
-    check_length(SHAPE, 8064, 128)
+    check_length(SHAPE.trained_tokens, 8064, 128)
     with pytest.raises(InvalidArgument, match=r"8192.*--rope-scaling"):
-        check_length(SHAPE, 8065, 128)
+        check_length(SHAPE.trained_tokens, 8065, 128)
 
 
 def test_a_codec_that_cannot_store_the_models_heads_is_refused_before_any_weights() -> None:

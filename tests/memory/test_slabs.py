@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -50,10 +50,12 @@ class Tiny:
         self.slab_bytes = slab_bytes
         self.pools: list[SlabPool] = []
 
-    def pool(self, slot_bytes: int = SLOT) -> SlabPool:
+    def pool(self, slot_bytes: int = SLOT, first_slots: int | None = None) -> SlabPool:
         pool = SlabPool(
             Tier.WARM, slot_bytes, NAMESPACE, self.budget, self.slab_bytes, self.backing, self.ids
         )
+        if first_slots is not None:
+            pool._first_slots = first_slots
         self.pools.append(pool)
         return pool
 
@@ -78,6 +80,52 @@ def test_runs_follow_what_they_are_behind_or_leave_room_behind_them() -> None:
     assert pool.counts().reserved == 10
     assert [(ref.slab, ref.slot) for ref in pool.reserve(2)] == [(1, 3), (1, 7)], "gaps are room"
     tiny.check()
+
+
+def test_a_small_job_under_a_large_cap_takes_little_more_than_it_needs() -> None:
+    tiny = Tiny(budget_bytes=4 << 30, slab_bytes=256 << 20)
+    pool = tiny.pool()
+    pool.reserve(30)
+    assert pool.capacity_bytes() == slabs.FIRST_SLAB_BYTES
+    needed = 30
+    while pool.capacity_bytes() < 2 << 30:
+        assert pool.reserve(30)
+        needed += 30
+        used = pool.capacity_bytes()
+        assert used <= max(2 * slabs.FIRST_SLAB_BYTES, 1.5 * needed * SLOT + SLOT)
+    assert len(tiny.backing.sizes) < 25 and max(tiny.backing.sizes.values()) == 256 << 20
+    tiny.check()
+
+
+def test_what_is_asked_for_at_once_comes_in_one_slab() -> None:
+    tiny = Tiny(budget_bytes=4 << 30, slab_bytes=256 << 20)
+    tiny.pool().reserve(10_000)
+    tiny.pool(5 * SLOT).reserve_runs(30, Runs([None] * 30, 25))
+    assert list(tiny.backing.sizes.values()) == [10_000 * SLOT, 30 * 25 * 5 * SLOT]
+    tiny.check()
+
+
+@given(
+    asked=st.lists(st.tuples(st.integers(0, 1), st.integers(1, 40)), max_size=12),
+    first=st.integers(1, 6),
+    budget=st.integers(16, 200),
+)
+def test_the_slabs_that_are_added_hold_what_was_foreseen(
+    asked: list[tuple[int, int]], first: int, budget: int
+) -> None:
+    tiny = Tiny(budget_bytes=budget * SLOT, slab_bytes=12 * SLOT)
+    pools = [tiny.pool(SLOT, first), tiny.pool(3 * SLOT, first)]
+    for which, count in asked:
+        pool, remaining = pools[which], tiny.budget.remaining_bytes
+        lacking = count - pool.counts().free
+        added, left = pool.slots_within(remaining, lacking)
+        before = pool.capacity_slots()
+        if pool.reserve(count):
+            assert pool.capacity_slots() == before + added
+            assert tiny.budget.remaining_bytes == left
+        else:
+            assert added < lacking and pool.capacity_slots() == before
+        tiny.check()
 
 
 @pytest.fixture
@@ -331,7 +379,7 @@ class LifeOfSlots(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tiny = Tiny(budget_bytes=13 * SLOT)
-        self.pools = [self.tiny.pool(), self.tiny.pool(3 * SLOT)]
+        self.pools = [self.tiny.pool(first_slots=1), self.tiny.pool(3 * SLOT)]
         self.reserved: list[tuple[SlabPool, SlotRef]] = []
         self.resident: list[tuple[SlabPool, SlotRef]] = []
         self.retired: list[tuple[SlabPool, SlotRef, int]] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -10,9 +10,6 @@ from tierd.cli import checks, options
 from tierd.cli.document import language_reference
 from tierd.cli.job import Display, Placement, run_job_command
 from tierd.cli.streams import warn
-
-if TYPE_CHECKING:
-    from tierd_engine.runner import JobSpec
 
 MODEL = "SmolLM2-135M-Instruct"
 DOCUMENT = "CPython's language reference"
@@ -55,30 +52,30 @@ def demo(
     checks.rope_scaling(rope_scaling)
     checks.device(device, weights)
 
-    def make_spec() -> JobSpec:
-        from tierd_engine.runner import JobSpec
+    document = language_reference()
 
-        return JobSpec(
-            model=MODEL,
-            document=language_reference(),
-            prompt=QUESTION,
-            context_tokens=context,
-            hot=hot,
-            warm=warm,
-            codec=codec,
-            guard=not no_guard,
-            plan=plan,
-            max_new_tokens=max_new_tokens,
-            ignore_eos=ignore_eos,
-            verify=verify,
-            dtype=dtype,
-            block_tokens=block_tokens,
-            rope_scaling=rope_scaling,
-            weights=weights,
-            device=device,
-        )
+    fields = dict(
+        model=MODEL,
+        document=document,
+        prompt=QUESTION,
+        context_tokens=context,
+        hot=hot,
+        warm=warm,
+        codec=codec,
+        guard=not no_guard,
+        plan=plan,
+        max_new_tokens=max_new_tokens,
+        ignore_eos=ignore_eos,
+        verify=verify,
+        dtype=dtype,
+        block_tokens=block_tokens,
+        rope_scaling=rope_scaling,
+        weights=weights,
+        device=device,
+    )
 
     if not (quiet or as_json):
         warn(f"{MODEL} reads {DOCUMENT}, {context:,} tokens in all, and is asked: {QUESTION}")
     placement = Placement(daemon, hot, warm, cold_dir)
-    raise typer.Exit(run_job_command(MODEL, make_spec, placement, Display(as_json, quiet)))
+    display = Display(as_json, quiet)
+    raise typer.Exit(run_job_command(fields, placement, display))

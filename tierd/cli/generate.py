@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -11,9 +11,6 @@ from tierd.cli import checks, options
 from tierd.cli.document import read_document
 from tierd.cli.job import Display, Placement, run_job_command
 from tierd.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from tierd_engine.runner import JobSpec
 
 Model = Annotated[
     str,
@@ -79,35 +76,33 @@ def generate(
     rejoin_seconds = checks.duration("--rejoin", rejoin)
     text = "" if resume is not None else _document_text(document)
 
-    def make_spec() -> JobSpec:
-        from tierd_engine.runner import JobSpec
-
-        return JobSpec(
-            model=model,
-            document=text,
-            prompt=prompt,
-            context_tokens=context,
-            hot=hot,
-            warm=warm,
-            codec=codec,
-            guard=not no_guard,
-            plan=plan,
-            max_new_tokens=max_new_tokens,
-            ignore_eos=ignore_eos,
-            verify=verify,
-            dtype=dtype,
-            block_tokens=block_tokens,
-            rope_scaling=rope_scaling,
-            weights=weights,
-            device=device,
-            keep=keep,
-            resume=resume,
-            drop=drop,
-            rejoin_seconds=rejoin_seconds,
-        )
+    fields = dict(
+        model=model,
+        document=text,
+        prompt=prompt,
+        context_tokens=context,
+        hot=hot,
+        warm=warm,
+        codec=codec,
+        guard=not no_guard,
+        plan=plan,
+        max_new_tokens=max_new_tokens,
+        ignore_eos=ignore_eos,
+        verify=verify,
+        dtype=dtype,
+        block_tokens=block_tokens,
+        rope_scaling=rope_scaling,
+        weights=weights,
+        device=device,
+        keep=keep,
+        resume=resume,
+        drop=drop,
+        rejoin_seconds=rejoin_seconds,
+    )
 
     placement = Placement(daemon, hot, warm, cold_dir)
-    raise typer.Exit(run_job_command(model, make_spec, placement, Display(as_json, quiet)))
+    display = Display(as_json, quiet)
+    raise typer.Exit(run_job_command(fields, placement, display))
 
 
 def _check_session_options(

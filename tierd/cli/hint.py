@@ -10,6 +10,7 @@ import typer
 
 from tierd.cli import checks, options
 from tierd.cli.connection import connected
+from tierd.cli.streams import warn
 from tierd.cli.terminal import print_json, print_table, versioned
 from tierd.errors import InvalidArgument
 from tierd.types import SessionState
@@ -114,5 +115,8 @@ def _show(ticket: Mapping[str, Any], as_json: bool) -> None:
     rows = [
         (name.replace("_", " "), f"{value:.2f}" if isinstance(value, float) else str(value))
         for name, value in ticket.items()
+        if name != "why"
     ]
     print_table("Hint", ["", ""], rows, text_columns=2)
+    if ticket.get("left_cold"):
+        warn(f"about {ticket['left_cold']:,d} pages will not come up: {ticket['why']}")

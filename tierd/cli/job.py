@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,8 @@ from tierd.errors import InvalidArgument, StorageError, StorageFull
 from tierd.units import format_size
 
 if TYPE_CHECKING:
-    from tierd_engine.runner import JobSpec, PreparedJob
+    from tierd_engine.jobcheck import Request
+    from tierd_engine.runner import PreparedJob
     from tierd_engine.sizing import JobSizes
 
 # As the daemon does without a cap: of the free space, the rest stays for others.
@@ -59,16 +61,15 @@ class Display:
     quiet: bool
 
 
-def run_job_command(
-    model: str, make_spec: Callable[[], JobSpec], placement: Placement, display: Display
-) -> int:
+def run_job_command(fields: Mapping[str, Any], placement: Placement, display: Display) -> int:
     """Run a job, print its answer and its report, and return the exit code.
 
-    `make_spec` is called once the engine is imported, which takes seconds: what can be
-    refused without it is refused before.
+    `fields`: those of the engine's JobSpec, whose import takes seconds: what can be refused
+    without it is refused before.
     """
     require_stdout()
-    quiet = display.quiet or display.as_json
+    # With --json, stderr is a person's only where it is a terminal.
+    quiet = display.quiet or (display.as_json and not sys.stderr.isatty())
     hush_libraries(quiet=quiet)
     from tierd_engine.cores import share_cores
 
@@ -76,13 +77,13 @@ def run_job_command(
     with JobDisplay(stream_text=not display.as_json, quiet=quiet) as events:
         events.working("starting the engine")
         with interrupts.at_once():
-            from tierd_engine.modelcheck import check_model
+            from tierd_engine.jobcheck import Request, check_request
 
-            check_model(model)
+            check_request(fields["model"], _request(Request, fields))
             placement.check()
-            from tierd_engine.runner import NotKept, prepare_job, run_job
+            from tierd_engine.runner import JobSpec, NotKept, prepare_job, run_job
         events.working("reading the model and the prompt (a .gguf file is converted once)")
-        job = prepare_job(make_spec(), placement.daemon)
+        job = prepare_job(JobSpec(**fields), placement.daemon)
         short = _short_document(job)
         if short and not quiet:
             events.note(short)
@@ -103,6 +104,13 @@ def run_job_command(
     elif not display.quiet:
         print_report(report)
     return 0
+
+
+def _request(kind: type[Request], fields: Mapping[str, Any]) -> Request:
+    """Return what of a job its model may not allow. A resumed one brings no document."""
+    names = ("codec", "context_tokens", "max_new_tokens", "rope_scaling")
+    document = None if fields.get("resume") is not None else fields["document"]
+    return kind(document=document, **{name: fields[name] for name in names})
 
 
 def _short_document(job: PreparedJob) -> str:

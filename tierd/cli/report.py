@@ -94,7 +94,7 @@ def _guard_rows(guard: Section) -> Iterator[tuple[str, str]]:
             f"{limit} is allowed ({took})"
         )
     else:
-        verdict = str(guard.get("source", "-"))
+        verdict = ": ".join(str(guard[key]) for key in ("source", "why") if key in guard) or "-"
     yield "quality guard", verdict
     changes: dict[tuple[str, str], list[Section]] = {}
     for row in guard.get("raised", []):

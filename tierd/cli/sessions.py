@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +12,7 @@ from tierd.cli.connection import connected
 from tierd.cli.streams import writing
 from tierd.cli.terminal import figure, print_json, print_table, versioned
 from tierd.errors import InvalidArgument
+from tierd.layercodecs import parse_codec_choice
 from tierd.types import SessionState
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 # What people need to tell sessions apart, and the unit of a figure; --json has all of it.
 COLUMNS = {
-    "id": "", "state": "", "engine": "", "codec": "", "layers": "", "block_tokens": "",
+    "id": "", "state": "", "kept": "", "codec": "", "engine": "", "layers": "", "block_tokens": "",
     "tokens": "", "warm_pages": "", "cold_pages": "", "unused_seconds": " s",
 }  # fmt: skip
 
@@ -51,9 +53,10 @@ def sessions(
         with writing() as out:
             print("no sessions", file=out)
         return
-    rows = ([_shown(row.get(name), unit) for name, unit in COLUMNS.items()] for row in found)
+    shown = [{**row, "kept": _kept(row), "codec": _codec(row)} for row in found]
+    rows = ([_shown(row.get(name), unit) for name, unit in COLUMNS.items()] for row in shown)
     titles = [name.removesuffix("_seconds").replace("_", " ") for name in COLUMNS]
-    print_table("Sessions", titles, rows, text_columns=2)
+    print_table("Sessions", titles, rows, text_columns=4)
 
 
 def _drop(client: Client, session: str, yes: bool) -> None:
@@ -65,6 +68,33 @@ def _drop(client: Client, session: str, yes: bool) -> None:
             f"session {session} ({row['tokens']:,d} tokens) would be gone for good; add --yes"
         )
     client.close_session(session)
+
+
+def _kept(row: Mapping[str, Any]) -> str | None:
+    """Say whether a session outlives its daemon, and what of it does not; None: nobody asked."""
+    if row["state"] != SessionState.SUSPENDED or "kept" not in row:
+        return None
+    if row["ram_only_blocks"]:
+        return f"not kept: {_counted(row['ram_only_blocks'], 'block')} only in RAM"
+    if not row["kept"]:
+        return "not kept: ends with the daemon"
+    # The last token was never fed: the block that it would fill is not sealed.
+    lost = (row["tokens"] - 1) // row["block_tokens"] - row["sealed_blocks"]
+    return "yes" if lost <= 0 else f"in part: {_counted(lost, 'block')} to be computed anew"
+
+
+def _codec(row: Mapping[str, Any]) -> str | None:
+    """Return the codec that was asked for, and how many layers have a better one."""
+    asked, found = row.get("codec"), row.get("page_codecs")
+    if asked is None or not found:
+        return asked
+    least = parse_codec_choice(asked).per_layer(len(found))
+    higher = sum(codec != own.name.lower() for codec, own in zip(found, least, strict=True))
+    return f"{asked} ({_counted(higher, 'layer')} higher)" if higher else asked
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,d} {what}{'s' * (count != 1)}"
 
 
 def _shown(value: object, unit: str) -> str:

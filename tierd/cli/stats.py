@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Annotated, Any
 
 import typer
@@ -44,7 +45,7 @@ def _show(snapshot: Mapping[str, Any], as_json: bool) -> None:
     print_table(
         "Tiers",
         ["tier", "pages", "bytes", "used", "capacity", "peak"],
-        (_tier_row(name, tier) for name, tier in tiers.items()),
+        chain.from_iterable(_tier_rows(name, tier) for name, tier in tiers.items()),
     )
     print_table("Counts", ["", "count"], _counts("", snapshot))
     troubles = snapshot.get("troubles", {})
@@ -53,9 +54,14 @@ def _show(snapshot: Mapping[str, Any], as_json: bool) -> None:
         print_table("Troubles", ["", "why"], rows, text_columns=2)
 
 
-def _tier_row(name: str, tier: Mapping[str, Any]) -> list[str]:
-    sizes = (size(tier.get(key)) for key in ("bytes", "used_bytes", "capacity_bytes", "peak_bytes"))
-    return [name, figure(tier.get("pages")), *sizes]
+def _tier_rows(name: str, tier: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield a tier's row; what it holds beside its own pages has one of its own."""
+    copied, copies_bytes = tier.get("backup_pages", 0), tier.get("backup_bytes", 0)
+    own = {**tier, "bytes": tier["bytes"] - copies_bytes} if copied else tier
+    sizes = (size(own.get(key)) for key in ("bytes", "used_bytes", "capacity_bytes", "peak_bytes"))
+    yield [name, figure(own.get("pages")), *sizes]
+    if copied:
+        yield [f"{name}, copies of warm", figure(copied), size(copies_bytes), "", "", ""]
 
 
 def _counts(prefix: str, section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -221,7 +221,7 @@ class JobDisplay:
     def _finish_prefill(self) -> None:
         self._prefilling = False
         with self._lock:
-            self._what = ""
+            self._what = "" if self._stream_text else "generating"
         self._stop_bar()
         if not self._quiet:
             tokens = self._done_tokens - self._held_tokens

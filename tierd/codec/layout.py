@@ -145,6 +145,16 @@ def _layout(kv_heads: int, d: int, tokens: int, dtype: DType, codec: CodecId) ->
     )  # fmt: skip
 
 
+def _fitting(d: int) -> str:
+    """Return the codecs that store heads of d channels, as one would list them."""
+    found = [
+        codec.name.lower()
+        for codec, form in _FORMATS.items()
+        if form.value_bits != 4 or d % VALUE_GROUP_CHANNELS == 0
+    ]
+    return f"{', '.join(found[:-1])} or {found[-1]}"
+
+
 def _format(codec: CodecId, d: int) -> _Format:
     form = _FORMATS.get(codec)
     if form is None:
@@ -152,6 +162,6 @@ def _format(codec: CodecId, d: int) -> _Format:
     if form.value_bits == 4 and d % VALUE_GROUP_CHANNELS:
         raise InvalidArgument(
             f"codec {codec.name.lower()} stores heads of a multiple of {VALUE_GROUP_CHANNELS} "
-            f"channels; head_dim is {d} here: choose int8"
+            f"channels; head_dim is {d} here: choose {_fitting(d)}"
         )
     return form

@@ -11,6 +11,7 @@ Invariants:
   `counts` are the slots of all slabs by state
   a generation never falls, and rises at each reserve
   the slabs of all pools of a tier together are the budget's used bytes
+  what `slots_within` foresees is what the slabs that are added hold
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ SLAB_ID_MAX = 2**24 - 1
 # A tier holds several pools (namespaces; the exact first blocks beside encoded ones), and
 # room passes from one to another a whole slab at a time: a slab is at most 1/16 of a tier.
 SLABS_PER_TIER_MIN = 16
+# A pool grows by what is asked for at once, or by half of itself, so that a small job under a
+# large cap takes little more than it needs: the first slab holds a few layers' runs, and eleven
+# more are half a gibibyte.
+FIRST_SLAB_BYTES = 4 << 20
+_GROWTH_DIVISOR = 2
 
 
 def smallest_budget(needed_bytes: int, sizes: int) -> int:
@@ -145,6 +151,7 @@ class SlabPool:
         self.namespace_digest = namespace_digest
         self._budget = budget
         self._slots_per_slab = slab_bytes // slot_bytes
+        self._first_slots = max(1, FIRST_SLAB_BYTES // slot_bytes)
         self._backing = backing
         self._ids = ids
         self._slabs: dict[int, SlabStates] = {}
@@ -170,17 +177,26 @@ class SlabPool:
         """Return how many slots `reserve` could hand out: free ones and ones to be added."""
         return self._counts[FREE] + self._budget.remaining_bytes // self.slot_bytes
 
-    def slots_within(self, remaining_bytes: int, slots: int) -> tuple[int, int]:
+    def slots_within(
+        self, remaining_bytes: int, slots: int, *, empty: bool = False
+    ) -> tuple[int, int]:
         """Return how many slots the slabs hold that would be added for `slots`, and what is left.
 
-        Both of `remaining_bytes` of the budget; fewer than `slots` where it ends.
+        Both of `remaining_bytes` of the budget; fewer than `slots` where it ends. `empty`: as if
+        the pool had no slab.
         """
+        capacity = 0 if empty else self.capacity_slots()
         added = 0
         while added < slots and remaining_bytes >= self.slot_bytes:
-            more = min(self._slots_per_slab, remaining_bytes // self.slot_bytes)
+            more = self._next_slab(capacity + added, slots - added, remaining_bytes)
             added += more
             remaining_bytes -= more * self.slot_bytes
         return added, remaining_bytes
+
+    def _next_slab(self, capacity: int, lacking: int, remaining_bytes: int) -> int:
+        """Return the slots of the slab that a pool of `capacity` slots adds if it lacks some."""
+        wanted = max(self._first_slots, capacity // _GROWTH_DIVISOR, lacking)
+        return min(wanted, self._slots_per_slab, remaining_bytes // self.slot_bytes)
 
     def counts(self) -> SlotCounts:
         """Return the slots by state."""
@@ -201,7 +217,7 @@ class SlabPool:
         if count <= 0 or self.available_slots() < count:
             return []
         while self._counts[FREE] < count:
-            self._add_slab()
+            self._add_slab(count - self._counts[FREE])
         taken: list[SlotRef] = []
         while len(taken) < count:
             slab_id = self._roomy[0]
@@ -222,8 +238,9 @@ class SlabPool:
         each = count // len(runs.behind)
         assert each * len(runs.behind) == count and 0 < each <= runs.run_slots, f"{count=} {each=}"
         taken: list[SlotRef] = []
-        for slot in runs.behind:
-            run = self._behind(slot, each) or self._fresh_run(each, runs.run_slots)
+        for nth, slot in enumerate(runs.behind):
+            left = len(runs.behind) - nth
+            run = self._behind(slot, each) or self._fresh_run(each, runs.run_slots, left)
             if not run:
                 self.abort(taken)
                 return []
@@ -236,7 +253,8 @@ class SlabPool:
             return []
         return self._taken(slot.slab, slab, slab.take_behind(slot.slot, count))
 
-    def _fresh_run(self, count: int, run_slots: int) -> list[SlotRef]:
+    def _fresh_run(self, count: int, run_slots: int, runs: int) -> list[SlotRef]:
+        """Take `count` slots at the start of `run_slots` free ones; `runs` in all may be needed."""
         for slab_id, slab in self._slabs.items():
             if slab.takes and slab.free_count >= run_slots:
                 run = self._taken(slab_id, slab, slab.take_run(count, run_slots))
@@ -244,7 +262,7 @@ class SlabPool:
                     return run
         if self.slots_within(self._budget.remaining_bytes, run_slots)[0] < run_slots:
             return []
-        self._add_slab()
+        self._add_slab(runs * run_slots)
         slab_id, slab = next(reversed(self._slabs.items()))
         return self._taken(slab_id, slab, slab.take_run(count, run_slots))
 
@@ -272,8 +290,8 @@ class SlabPool:
             slab.is_roomy = True
             heapq.heappush(self._roomy, slab_id)
 
-    def _add_slab(self) -> None:
-        slots = min(self._slots_per_slab, self._budget.remaining_bytes // self.slot_bytes)
+    def _add_slab(self, lacking: int) -> None:
+        slots = self._next_slab(self.capacity_slots(), lacking, self._budget.remaining_bytes)
         record = SlabRecord(self._ids.take_slab_id(), self.namespace_digest, self.slot_bytes, slots)
         self._backing.create(record)
         self._budget.take(record.size_bytes)

@@ -67,4 +67,6 @@ def ticket_to_dict(ticket: Any) -> dict[str, Any]:
         "hint_id": ticket.hint_id,
         "pages": ticket.pages,
         "estimated_seconds": ticket.estimated_seconds,
+        "left_cold": ticket.left_cold,
+        "why": ticket.why,
     }

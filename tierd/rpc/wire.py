@@ -172,13 +172,19 @@ def token_ids_from_wire(data: bytes) -> npt.NDArray[np.uint32]:
 
 
 def session_info_to_dict(info: Any) -> dict[str, Any]:
-    """Return a session's row for people: plain values, the id first."""
+    """Return a session's row for people: plain values, the id first.
+
+    `codec` is what was asked for, `page_codecs` what each layer's pages are stored as.
+    """
     state = pb.SessionState.Name(info.state).removeprefix("SESSION_STATE_").lower()
     return {
         "id": session_id(info.session),
         "state": state,
+        "kept": info.kept,
+        "ram_only_blocks": info.ram_only_blocks,
         "engine": info.engine_id or None,
         "codec": str(CodecChoice(CodecId(info.codec), info.codec_layers)),
+        "page_codecs": [codec.name.lower() for codec in codecs_of(info.page_codecs) or ()],
         "block_tokens": info.block_tokens,
         "tokens": info.tokens,
         "sealed_blocks": info.sealed_blocks,
@@ -192,7 +198,7 @@ def session_info_to_dict(info: Any) -> dict[str, Any]:
 
 _TIER_FIELDS = (
     "pages", "bytes", "capacity_bytes", "used_bytes", "peak_bytes", "slabs",
-    "reserved_slots", "retired_slots",
+    "reserved_slots", "retired_slots", "backup_pages", "backup_bytes",
 )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ class GetRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ...) -> None: ...
 
 class SessionInfo(_message.Message):
-    __slots__ = ("session", "state", "engine_id", "codec", "layers", "block_tokens", "tokens", "sealed_blocks", "warm_pages", "cold_pages", "unused_seconds", "namespace_digest", "codec_layers")
+    __slots__ = ("session", "state", "engine_id", "codec", "layers", "block_tokens", "tokens", "sealed_blocks", "warm_pages", "cold_pages", "unused_seconds", "namespace_digest", "codec_layers", "page_codecs", "kept", "ram_only_blocks")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +130,9 @@ class SessionInfo(_message.Message):
     UNUSED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     CODEC_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_CODECS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    RAM_ONLY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     session: int
     state: SessionState
     engine_id: int
@@ -143,7 +146,10 @@ class SessionInfo(_message.Message):
     unused_seconds: float
     namespace_digest: bytes
     codec_layers: str
-    def __init__(self, session: _Optional[int] = ..., state: _Optional[_Union[SessionState, str]] = ..., engine_id: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., layers: _Optional[int] = ..., block_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., sealed_blocks: _Optional[int] = ..., warm_pages: _Optional[int] = ..., cold_pages: _Optional[int] = ..., unused_seconds: _Optional[float] = ..., namespace_digest: _Optional[bytes] = ..., codec_layers: _Optional[str] = ...) -> None: ...
+    page_codecs: bytes
+    kept: bool
+    ram_only_blocks: int
+    def __init__(self, session: _Optional[int] = ..., state: _Optional[_Union[SessionState, str]] = ..., engine_id: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., layers: _Optional[int] = ..., block_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., sealed_blocks: _Optional[int] = ..., warm_pages: _Optional[int] = ..., cold_pages: _Optional[int] = ..., unused_seconds: _Optional[float] = ..., namespace_digest: _Optional[bytes] = ..., codec_layers: _Optional[str] = ..., page_codecs: _Optional[bytes] = ..., kept: bool = ..., ram_only_blocks: _Optional[int] = ...) -> None: ...
 
 class ListRequest(_message.Message):
     __slots__ = ()
@@ -326,14 +332,18 @@ class HintRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., first_token: _Optional[int] = ..., last_token: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., confidence: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class HintTicket(_message.Message):
-    __slots__ = ("hint_id", "pages", "estimated_seconds")
+    __slots__ = ("hint_id", "pages", "estimated_seconds", "left_cold", "why")
     HINT_ID_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     ESTIMATED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_COLD_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
     hint_id: int
     pages: int
     estimated_seconds: float
-    def __init__(self, hint_id: _Optional[int] = ..., pages: _Optional[int] = ..., estimated_seconds: _Optional[float] = ...) -> None: ...
+    left_cold: int
+    why: str
+    def __init__(self, hint_id: _Optional[int] = ..., pages: _Optional[int] = ..., estimated_seconds: _Optional[float] = ..., left_cold: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
 
 class CancelHintRequest(_message.Message):
     __slots__ = ("hint_id",)
@@ -398,7 +408,7 @@ class WatchRequest(_message.Message):
     def __init__(self, interval_seconds: _Optional[float] = ...) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("pages", "bytes", "capacity_bytes", "used_bytes", "peak_bytes", "slabs", "reserved_slots", "retired_slots", "device")
+    __slots__ = ("pages", "bytes", "capacity_bytes", "used_bytes", "peak_bytes", "slabs", "reserved_slots", "retired_slots", "device", "backup_pages", "backup_bytes")
     PAGES_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -408,6 +418,8 @@ class TierStats(_message.Message):
     RESERVED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     RETIRED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_PAGES_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_BYTES_FIELD_NUMBER: _ClassVar[int]
     pages: int
     bytes: int
     capacity_bytes: int
@@ -417,7 +429,9 @@ class TierStats(_message.Message):
     reserved_slots: int
     retired_slots: int
     device: str
-    def __init__(self, pages: _Optional[int] = ..., bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., slabs: _Optional[int] = ..., reserved_slots: _Optional[int] = ..., retired_slots: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
+    backup_pages: int
+    backup_bytes: int
+    def __init__(self, pages: _Optional[int] = ..., bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., slabs: _Optional[int] = ..., reserved_slots: _Optional[int] = ..., retired_slots: _Optional[int] = ..., device: _Optional[str] = ..., backup_pages: _Optional[int] = ..., backup_bytes: _Optional[int] = ...) -> None: ...
 
 class HintStats(_message.Message):
     __slots__ = ("counts", "clients")
