@@ -302,6 +302,48 @@ async def test_a_session_that_found_no_room_on_disk_has_blocks_in_ram_alone() ->
     assert all(again.store.keeper.ram_only_blocks(found) == 0 for found in again.store.book)
 
 
+@pytest.mark.parametrize("then", ["closed", "closed and killed", "killed", "lost power"])
+@in_loop
+async def test_a_resumed_session_that_finds_no_room_is_kept_as_it_was(then: str) -> None:
+    disk = SimulatedDisk(1)
+    rig = make(disk, warm_blocks=16, cold_blocks=6)
+    session = resumed(rig, (await kept(rig)).number, 4)
+    await demote(rig, session, range(4, 10))
+    with pytest.raises(TierFull, match="cold tier has no room to keep"):
+        await suspend(rig, session, 10)
+    assert session.state is SessionState.RUNNING
+    intact(rig, session)
+    if then.startswith("closed"):
+        rig.store.close_session(session.number, engine_id=1)
+        rig.store.check_integrity()
+        assert (session.sealed_blocks, session.token_ids) == (4, ids(4))
+        assert rig.store.keeper.ram_only_blocks(session) == 0
+    if then != "closed":
+        rig = reopened(disk.crash() if then == "lost power" else disk.kill(), cold_blocks=6)
+        rig.clock.advance(CLAIM_SECONDS)
+        rig.store.tick()
+        (session,) = rig.store.sessions()
+        assert (session.sealed_blocks, session.token_ids) == (4, ids(4))
+    resumed(rig, session.number, 4)
+
+
+@in_loop
+async def test_a_resumed_session_whose_old_blocks_went_keeps_what_is_left_of_them() -> None:
+    disk = SimulatedDisk(1)
+    rig = make(disk, warm_blocks=16, cold_blocks=6)
+    session = resumed(rig, (await kept(rig)).number, 4)
+    rig.store.truncate(1, session.number, 2)
+    await demote(rig, session, range(2, 10))
+    with pytest.raises(TierFull, match="cold tier has no room to keep"):
+        await suspend(rig, session, 10)
+    rig.store.truncate(1, session.number, 1)
+    rig.store.close_session(session.number, engine_id=1)
+    assert (session.sealed_blocks, session.token_ids) == (1, ids(4))
+    rig.ledger.flush()
+    again = reopened(disk.kill(), cold_blocks=6)
+    resumed(again, session.number, 1)
+
+
 async def resumed_without_a_guard(rig: Rig, session) -> None:
     """Resume, and keep anew with a block that is as was asked for, though layers had risen."""
     before = rig.store.keeper.page_codecs(session)

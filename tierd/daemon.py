@@ -246,12 +246,6 @@ class Daemon:
                 raise StorageFull(f"cold.cap_bytes is {format_size(cap)}; {there}")
             # What is kept there can be read all the same, and there may be space again.
             self.log.warning("the cold cap is beyond the disk", cap_bytes=cap, why=there)
-        slab_bytes = self.config.cold.slab_bytes
-        if cap < slab_bytes and not self.config.cold.ephemeral:
-            self.log.warning(
-                "the cold cap is below one slab: slabs are made smaller, and a page that needs "
-                "more finds no room", cap_bytes=cap, slab_bytes=slab_bytes,
-            )  # fmt: skip
         return cap // SECTOR_BYTES * SECTOR_BYTES
 
     async def _grow_cold(self, lanes: ThreadLanes) -> None:

@@ -187,16 +187,16 @@ class Keeper:
         """Record a session as it is now; a flush with `sync` makes it so."""
         session.recorded = True
         state = PARKED if session.state is SessionState.SUSPENDED else RUNNING
-        self._ledger.put_session(
-            SessionRecord(
-                session.number, session.namespace, state, session.token_ids, session.sealed_blocks
-            )
-        )
+        kept = session.kept_before or (session.token_ids, session.sealed_blocks)
+        self._ledger.put_session(SessionRecord(session.number, session.namespace, state, *kept))
 
     def cut(self, session: Session, first_block: int) -> None:
         """Blocks >= first_block are gone from what a session keeps."""
-        if session.kept and session.sealed_blocks > first_block:
-            session.sealed_blocks = first_block
+        token_ids, before = session.kept_before or (b"", 0)
+        if before > first_block:
+            session.kept_before = token_ids, first_block
+        if session.kept and max(session.sealed_blocks, before) > first_block:
+            session.sealed_blocks = min(session.sealed_blocks, first_block)
             self.record(session)
 
     def whole_blocks(self, session: Session) -> int:

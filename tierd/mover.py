@@ -286,6 +286,7 @@ class Mover:
                 self._waiters.end_park(waiter, lost)
                 return True
             if not unbacked:
+                self._store.settle_suspend(session)
                 waiter.flushing = True
                 self._flusher.add_waiter(waiter)
                 return self._flush()
@@ -301,11 +302,13 @@ class Mover:
     def _no_cold_room(self, keys: Sequence[PageKey]) -> str:
         size = format_size(self._traffic.slots_bytes(keys))
         budget = self._store.placement.pools[Tier.COLD].budget
+        lacks = f"the cold tier has no room to keep the session: {len(keys)} pages, {size}, more"
+        if self._waiters.trouble:
+            return f"{lacks}: free space on its disk. {self._waiters.trouble}".strip(" .")
         return (
-            f"the cold tier has no room to keep the session: {len(keys)} pages, {size}, "
-            f"more, and {format_size(budget.limit_bytes)} are the cap: drop another (tierd "
-            f"sessions --drop) or raise --cold-cap. {self._waiters.trouble}"
-        ).strip(" .")
+            f"{lacks}, and {format_size(budget.limit_bytes)} are the cap: drop another (tierd "
+            f"sessions --drop) or raise --cold-cap"
+        )
 
     def _make_cold_room(self, keys: Sequence[PageKey]) -> bool:
         """Free cold slots if that can be; say whether some are, or are coming."""

@@ -37,7 +37,8 @@ class Session:
     """One session. `number` is its 8-byte id as an int, `id` the same in 16 hex digits.
 
     `kept`: it was suspended; `token_ids` (uint32 little endian) and `sealed_blocks`
-    are those of then. `last_used_seconds` is on the store's clock. `page_codecs`: a
+    are those of then. `kept_before`: the same of the suspension before, until all pages of the
+    last one are on disk. `last_used_seconds` is on the store's clock. `page_codecs`: a
     codec a layer, of the newest demotion (its engine may want more than the namespace's).
     `recorded`: the ledger was told of it. `writes_cold`: its engine takes cold slots where warm
     is full, so that no spare room need be made for it.
@@ -55,6 +56,7 @@ class Session:
     token_ids: bytes = b""
     sealed_blocks: int = 0
     kept: bool = False
+    kept_before: tuple[bytes, int] | None = None
     dormant: bool = False
     recorded: bool = False
     writes_cold: bool = False

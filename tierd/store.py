@@ -167,8 +167,9 @@ class Store:
 
         All pages of these blocks must be committed; later blocks are dropped.
         `token_ids`: uint32 little endian, at least those of the sealed blocks.
-        Call `finish_suspend` once `keeper.unbacked` is empty and a flush with
-        `sync` has returned; a store that is not durable may do so at once.
+        Call `settle_suspend` once `keeper.unbacked` is empty, and `finish_suspend` when a flush
+        with `sync` has returned since; a store that is not durable may do this one at once. Until
+        it is settled, the session is still kept as it was before, if it was.
         Raises NotFound, InvalidArgument, PageMiss (names the first page missing),
         StorageFull (the disk had no room at the start, and has none yet).
         """
@@ -178,14 +179,23 @@ class Store:
         session.check_suspendable(token_ids, sealed_blocks)
         for demotion in self.demotions.of_session(session):
             self.loans.release(demotion)
+        self.keeper.cut(session, sealed_blocks)
         self.traffic.drop_from(session, sealed_blocks)
+        if session.kept and session.kept_before is None:
+            session.kept_before = session.token_ids, session.sealed_blocks
         session.keep(token_ids, sealed_blocks)
         self.keeper.record(session)
         self._touch(session)
         return session
 
+    def settle_suspend(self, session: Session) -> None:
+        """All pages are on disk: from the next flush on, what was kept before is no more."""
+        session.kept_before = None
+        self.keeper.record(session)
+
     def finish_suspend(self, session: Session) -> None:
         """Take the session from its engine."""
+        session.kept_before = None
         session.last_used_seconds = self.clock.monotonic()
         for demotion in self.demotions.of_session(session):
             self.loans.release(demotion)
@@ -218,7 +228,10 @@ class Store:
         self.reclaim()
 
     def _keep_again(self, session: Session) -> None:
-        """Make a resumed session what its last suspension kept."""
+        """Make a resumed session what its last suspension kept, if need be the one before."""
+        if session.kept_before is not None:
+            session.keep(*session.kept_before)
+            session.kept_before = None
         blocks = self.keeper.whole_blocks(session)
         self.keeper.cut(session, blocks)
         self.traffic.drop_from(session, blocks)

@@ -54,6 +54,11 @@ class ModelShape:
     trained_tokens: int
     rope: str
 
+    @property
+    def scales(self) -> bool:
+        """Whether --rope-scaling means anything to this model's positions."""
+        return self.rope != repr([])
+
     def geometry(self, dtype: DType, block_tokens: int) -> Geometry:
         """Return the geometry of this model's KV."""
         return Geometry(self.layers, self.kv_heads, self.head_dim, dtype, block_tokens)
@@ -102,6 +107,10 @@ def _scale_rope(config: Any, text: str) -> None:
     if not trained:
         raise InvalidArgument("the model's config tells no trained length to scale from")
     parameters = dict(getattr(config, "rope_parameters", None) or {})
+    if not parameters:
+        raise InvalidArgument(
+            f"model {config.model_type}: its positions cannot be scaled (--rope-scaling)"
+        )
     parameters.update(rope_type=kind, factor=factor)
     if kind == "yarn":
         parameters["original_max_position_embeddings"] = trained

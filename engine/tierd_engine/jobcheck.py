@@ -68,18 +68,19 @@ def check_request(model: str, request: Request) -> None:
 
 
 def check_length(
-    trained_tokens: int, context_tokens: int, max_new_tokens: int, *, is_least: bool = False
-) -> None:
+    trained_tokens: int, context_tokens: int, max_new_tokens: int, *, is_least: bool = False,
+    scales: bool = True,
+) -> None:  # fmt: skip
     """Raise InvalidArgument if the job runs past the length the model was trained for (0: any).
 
-    `is_least`: the context may be longer.
+    `is_least`: the context may be longer. `scales`: the model's positions can be scaled.
     """
     total = context_tokens + max_new_tokens
     if trained_tokens and total > trained_tokens:
         raise InvalidArgument(
             f"{'at least ' * is_least}{context_tokens} tokens of context and {max_new_tokens} new "
             f"ones are more than the {trained_tokens} tokens that the model was trained for; "
-            "shorten them or give --rope-scaling linear:FACTOR or yarn:FACTOR"
+            "shorten them" + " or give --rope-scaling linear:FACTOR or yarn:FACTOR" * scales
         )
 
 

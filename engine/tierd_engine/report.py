@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tierd.codec.layout import page_layout
+from tierd.errors import TierdError, TierFull
 from tierd.layercodecs import CodecChoice
 from tierd.types import CodecId, Tier
 from tierd_engine.guardreport import guard_section
@@ -48,6 +49,25 @@ class JobReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the versioned JSON object."""
         return {"version": REPORT_VERSION, "text": self.text, **self.sections}
+
+
+class NotKept(TierdError):
+    """A job is done, its session not kept as it should be. `report` is the job's."""
+
+    def __init__(self, report: JobReport, error: TierdError, *, resumed: bool) -> None:
+        said = str(error)
+        if isinstance(error, TierFull):
+            name = report.sections["session"]["id"]
+            said += f". Session {name} " + (
+                "stays as it was kept before this job"
+                if resumed
+                else "is kept in the daemon's memory alone, what of it is not on disk: once there "
+                f"is room, generate --resume {name} keeps it; or --drop it"
+            )
+        super().__init__(said)
+        self.report = report
+        report.sections["session"]["kept"] = False
+        self.exit_code = error.exit_code
 
 
 def build_report(

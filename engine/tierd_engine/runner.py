@@ -24,7 +24,6 @@ from tierd.errors import (
     InvalidArgument,
     LayoutMismatch,
     TierdError,
-    TierFull,
 )
 from tierd.layercodecs import layer_codecs, parse_codec_choice
 from tierd.types import CodecId, DType, Namespace, SessionState
@@ -43,7 +42,7 @@ from tierd_engine.guard import QualityGuard
 from tierd_engine.jobcheck import CODEC_DEFAULT, check_length
 from tierd_engine.link import AGAIN_SECONDS, REJOIN_SECONDS
 from tierd_engine.prompt import TextStream, build_followup, build_prompt, follow
-from tierd_engine.report import JobReport, build_report, guard_of
+from tierd_engine.report import JobReport, NotKept, build_report, guard_of
 from tierd_engine.session import SessionKV
 from tierd_engine.sizing import JobSizes, check_daemon_room, size_tiers
 from tierd_engine.weightonly import Weights, apply_weights
@@ -191,7 +190,7 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
         context = int(held["tokens"]) + len(ids)
         dtype = _held_dtype(spec, held, folder, shape)
     hf.check_token_ids(config, ids)
-    check_length(shape.trained_tokens, context, spec.max_new_tokens)
+    check_length(shape.trained_tokens, context, spec.max_new_tokens, scales=shape.scales)
     sizes = size_tiers(
         shape,
         dtype,
@@ -312,21 +311,6 @@ def use_all_cores() -> None:
     numba.set_num_threads(min(cores, numba.config.NUMBA_NUM_THREADS))
     # After Numba: starting its threads sets torch's count to its own.
     torch.set_num_threads(cores)
-
-
-class NotKept(TierdError):
-    """A job is done, its session not kept as it should be. `report` is the job's."""
-
-    def __init__(self, report: JobReport, error: TierdError) -> None:
-        said = str(error)
-        if isinstance(error, TierFull):
-            name = report.sections["session"]["id"]
-            said += f". Session {name} is in the daemon's memory alone, and ends with it: once "
-            said += f"there is room, generate --resume {name} keeps it; or --drop it"
-        super().__init__(said)
-        self.report = report
-        report.sections["session"]["kept"] = False
-        self.exit_code = error.exit_code
 
 
 def run_job(job: PreparedJob, *, socket: str, events: JobEvents) -> JobReport:
@@ -464,7 +448,8 @@ def _run_session(
                 # Asked, and not answered: nobody would look for what is never evicted.
                 events.note(f"session {kv.handle.id} may be kept now; tierd sessions says so")
             if isinstance(error, TierdError):
-                raise NotKept(report, error) from error
+                resumed = job.spec.resume is not None
+                raise NotKept(report, error, resumed=resumed) from error
             raise
         report.sections["guard"] = guard_of(job, kv)
     return report

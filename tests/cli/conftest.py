@@ -111,6 +111,11 @@ def _runner(world: FakeWorld) -> ModuleType:
     module.JobSpec = _Spec  # type: ignore[attr-defined]
     module.prepare_job = prepare_job  # type: ignore[attr-defined]
     module.run_job = run_job  # type: ignore[attr-defined]
+    return module
+
+
+def _report() -> ModuleType:
+    module = ModuleType("tierd_engine.report")
     module.NotKept = NotKept  # type: ignore[attr-defined]
     return module
 
@@ -174,6 +179,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWorld]:
     """Put fakes in the place of runner, daemon and client."""
     fake = FakeWorld()
     monkeypatch.setitem(sys.modules, "tierd_engine.runner", _runner(fake))
+    monkeypatch.setitem(sys.modules, "tierd_engine.report", _report())
     monkeypatch.setitem(sys.modules, "tierd_engine.jobcheck", _jobcheck(fake))
     monkeypatch.setitem(sys.modules, "tierd.daemon", _daemon(fake))
     monkeypatch.setitem(sys.modules, "tierd.client", _client(fake))

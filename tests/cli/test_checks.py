@@ -9,7 +9,7 @@ from tierd.cli import checks
 from tierd.errors import DaemonUnavailable, InvalidArgument, StorageError, UnsupportedModel
 
 DAEMON = ["--daemon", "/run/t.sock"]
-RESUME = ["generate", "--model", "m", "--prompt", "Why?", *DAEMON, "--resume", "ab"]
+RESUME = ["generate", "--model", "m", "--prompt", "Why?", *DAEMON, "--resume", "00000000000000ab"]
 
 
 def job(tmp_path: Path, *more: str) -> list[str]:
@@ -213,3 +213,9 @@ def test_a_context_longer_than_the_document_is_said(tierd: Any, world: Any, tmp_
     assert outcome.code == 0
     assert "--context 301 is more than there is: document and prompt are 300 tokens" in outcome.err
     assert "more than there is" not in tierd(*job(tmp_path, "--context", "300")).err
+
+
+def test_what_is_no_session_id_is_refused_at_once(tierd: Any) -> None:
+    outcome = tierd(*RESUME[:-1], "foo")
+    assert outcome.code == 2
+    assert "'foo' is not a session id" in outcome.err

@@ -26,7 +26,8 @@ from tierd.errors import (
 )
 from tierd.handle import SessionHandle
 from tierd_engine import runner
-from tierd_engine.runner import JobSpec, NotKept, prepare_job, run_job
+from tierd_engine.report import NotKept
+from tierd_engine.runner import JobSpec, prepare_job, run_job
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 

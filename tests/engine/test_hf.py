@@ -104,3 +104,12 @@ def test_weights_digest_sees_one_changed_byte(tmp_path: Path) -> None:
     changed[2_999_999] = 1
     file.write_bytes(changed)
     assert hf.weights_digest(tmp_path) != before
+
+
+@pytest.mark.parametrize("kind", ["gptj", "gpt2", "opt"])
+def test_positions_that_cannot_be_scaled_are_not_scaled_without_a_word(kind: str) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(kind)
+    with pytest.raises(InvalidArgument, match=f"{kind}: its positions cannot be scaled"):
+        hf._scale_rope(config, "yarn:4")

@@ -108,7 +108,10 @@ def generate(
 def _check_session_options(
     daemon: str | None, *, keep: bool, resume: str | None, drop: bool
 ) -> None:
-    checks.named("--resume", resume)
+    if checks.named("--resume", resume):
+        from tierd.rpc.wire import session_number
+
+        session_number(resume or "")
     if daemon is None and (keep or resume is not None):
         raise InvalidArgument("--keep and --resume need --daemon: a job's own daemon ends with it")
     if drop and resume is None:

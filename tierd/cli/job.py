@@ -81,7 +81,8 @@ def run_job_command(fields: Mapping[str, Any], placement: Placement, display: Di
 
             check_request(fields["model"], _request(Request, fields))
             placement.check()
-            from tierd_engine.runner import JobSpec, NotKept, prepare_job, run_job
+            from tierd_engine.report import NotKept
+            from tierd_engine.runner import JobSpec, prepare_job, run_job
         events.working("reading the model and the prompt (a .gguf file is converted once)")
         job = prepare_job(JobSpec(**fields), placement.daemon)
         short = _short_document(job)
