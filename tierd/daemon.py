@@ -341,7 +341,8 @@ class EmbeddedDaemon:
             error = self._error
             if isinstance(error, TierdError):
                 raise error
-            raise DaemonUnavailable("the embedded daemon did not start") from error
+            why = str(error) or type(error).__name__
+            raise DaemonUnavailable(f"the embedded daemon did not start: {why}") from error
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,6 +1,7 @@
 """The command's door: help is fast, and every foreseeable failure is one line and a code."""
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -59,6 +60,7 @@ def test_a_usage_error_is_one_line_and_exits_2(tierd: Any, arguments: list[str])
         (errors.StorageFull("no space"), 1),
         (OSError(28, "No space left on device"), 1),
         (MemoryError("1 TiB"), 1),
+        (ImportError("dlopen: lib.so: Too many open files"), 1),
         (KeyboardInterrupt(), 130),
         (ModuleNotFoundError("No module named 'torch'", name="torch"), 1),
     ],
@@ -76,6 +78,36 @@ def test_a_failure_is_one_line_with_its_exit_code(
     assert outcome.err.count("\n") == 1
     assert outcome.err.startswith("tierd: ")
     assert "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("limit", "cause", "says"),
+    [
+        (resource.RLIMIT_NOFILE, OSError(24, "Too many open files"), "4000 files: raise ulimit -n"),
+        (resource.RLIMIT_AS, OSError(12, "Cannot allocate memory"), "3.9 KiB: raise ulimit -v"),
+        (resource.RLIMIT_AS, MemoryError(), "3.9 KiB: raise ulimit -v"),
+    ],
+)
+def test_what_a_limit_of_the_process_may_have_done_names_the_limit(
+    tierd: Any, world: Any, monkeypatch: Any, limit: int, cause: Exception, says: str
+) -> None:
+    real = resource.getrlimit
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda which: (4000, 4000) if which == limit else real(which)
+    )
+
+    def fail(events: object) -> None:
+        raise errors.StorageError("memfd tierd-slab-17: no") from cause
+
+    world.during_job = fail
+    assert says in tierd("demo", "--quiet").err
+
+    def fail_bare(events: object) -> None:
+        raise cause
+
+    world.during_job = fail_bare
+    err = tierd("demo", "--quiet").err
+    assert says in err and ":;" not in err and ": ;" not in err
 
 
 def test_a_value_that_is_none_of_a_few_is_named_with_them(tierd: Any) -> None:

@@ -7,7 +7,9 @@ reaches the user only for a bug.
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -30,6 +32,7 @@ from tierd.cli import (
 )
 from tierd.cli.streams import ReaderGone, mute, warn, writing
 from tierd.errors import TierdError
+from tierd.units import format_size
 
 # Which extra brings a package that a verb imports.
 _EXTRAS = {
@@ -125,7 +128,7 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         result = build_app()(args=arguments, prog_name="tierd", standalone_mode=False)
     except TierdError as error:
-        return _fail(str(error), error.exit_code)
+        return _fail(str(error) + _limit_of(error), error.exit_code)
     except typer.TyperException as error:
         return _fail(f"{_usage_message(error)} Try: {_help_for(error)}", error.exit_code)
     except ModuleNotFoundError as error:
@@ -136,13 +139,16 @@ def _run(argv: Sequence[str] | None) -> int:
         return _fail(
             f"this needs {package}; install it with: pip install 'tierd[{extra}]'", exits.FAILED
         )
+    except ImportError as error:  # a library's file that cannot be opened, or is another's
+        return _fail(f"a library cannot be loaded: {error}", exits.FAILED)
     except (BrokenPipeError, SystemExit) as error:
         # Outside of standalone mode, typer exits by itself only for a broken pipe.
         raise ReaderGone from error
     except OSError as error:
-        return _fail(_reason(error), exits.FAILED)
+        return _fail(_reason(error) + _limit_of(error), exits.FAILED)
     except MemoryError as error:
-        return _fail(f"out of memory: {error}", exits.FAILED)
+        said = f"out of memory: {error}".rstrip(": ")
+        return _fail(said + _limit_of(error), exits.FAILED)
     # Outside of standalone mode, typer returns what `typer.Exit` carried.
     return result if isinstance(result, int) else 0
 
@@ -156,6 +162,21 @@ def _reason(error: OSError) -> str:
     """Return what went wrong with which file, without the error's number."""
     where = [os.fsdecode(name) for name in (error.filename, error.filename2) if name]
     return ": ".join([*where, error.strerror or str(error)])
+
+
+def _limit_of(error: BaseException) -> str:
+    """Return which limit of the process an error, or what it came of, may stem from; or ""."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno == errno.EMFILE:
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            return f"; the process may open {most} files: raise ulimit -n"
+        is_memory = isinstance(cause, OSError) and cause.errno == errno.ENOMEM
+        most = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if (is_memory or isinstance(cause, MemoryError)) and most != resource.RLIM_INFINITY:
+            return f"; the process may map {format_size(most)}: raise ulimit -v"
+        cause = cause.__cause__ or cause.__context__
+    return ""
 
 
 def _help_for(error: typer.TyperException) -> str:
