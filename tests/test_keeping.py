@@ -328,6 +328,23 @@ async def test_a_resumed_session_that_finds_no_room_is_kept_as_it_was(then: str)
 
 
 @in_loop
+async def test_a_disk_that_fills_under_the_daemon_takes_nothing_of_what_was_kept() -> None:
+    disk = SimulatedDisk(1)
+    rig = make(disk, warm_blocks=16)
+    session = resumed(rig, (await kept(rig)).number, 4)
+    await demote(rig, session, range(4, 16))
+    disk.capacity_bytes = disk.used_bytes()
+    with pytest.raises(TierFull, match=r"its disk takes none: .* left for slab"):
+        await suspend(rig, session, 16, patient=True)
+    rig.store.close_session(session.number, engine_id=1)
+    rig.store.check_integrity()
+    assert (session.sealed_blocks, session.token_ids) == (4, ids(4))
+    disk.capacity_bytes = 2**40
+    again = reopened(disk.kill())
+    resumed(again, session.number, 4)
+
+
+@in_loop
 async def test_a_resumed_session_whose_old_blocks_went_keeps_what_is_left_of_them() -> None:
     disk = SimulatedDisk(1)
     rig = make(disk, warm_blocks=16, cold_blocks=6)

@@ -304,7 +304,7 @@ class Mover:
         budget = self._store.placement.pools[Tier.COLD].budget
         lacks = f"the cold tier has no room to keep the session: {len(keys)} pages, {size}, more"
         if self._waiters.trouble:
-            return f"{lacks}: free space on its disk. {self._waiters.trouble}".strip(" .")
+            return f"{lacks}, and its disk takes none: {self._waiters.trouble}"
         return (
             f"{lacks}, and {format_size(budget.limit_bytes)} are the cap: drop another (tierd "
             f"sessions --drop) or raise --cold-cap"
