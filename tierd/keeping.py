@@ -12,6 +12,7 @@ unclaimed: it waits a while for that engine, then it goes.
 Invariants:
   a session's record stands in the ledger, with the blocks that are kept of it
   a dormant session has no page in the index; what the ledger has is all it has
+  what was kept stays kept until every page of what is to be kept in its place is on disk
   a session that was never kept is in the book only while an engine owns it
   it is recorded before it may have a page: a restart holds slots for those it knows
   while a session is unclaimed, no warm slab is made: the budget is for those that it may bring

@@ -160,7 +160,9 @@ class Session:
         )
         self.index.check_integrity()
         assert not self.dormant or not len(self.index), f"session {self.id}: dormant, with pages"
-        assert self.kept or self.state is not SessionState.SUSPENDED, f"session {self.id}: not kept"
+        suspended = self.state is SessionState.SUSPENDED
+        assert self.kept or not suspended, f"session {self.id}: not kept"
+        assert self.kept_before is None or not suspended, f"session {self.id}: kept twice"
         if self.state is SessionState.SUSPENDED and not self.dormant:
             pages = self.sealed_blocks * self.layers
             assert len(self.index) == pages and self.index.holds(range(self.sealed_blocks)), (
