@@ -57,7 +57,7 @@ _WARM_UP_STEPS = 3
 _ROUNDS = 3
 _EMPTY_STEPS = 20
 _DISK_BYTES = 256 << 20
-_DISK_DEPTH = 4
+_DISK_DEPTH = 4  # at a time: as many as the cold reader's ring has chunks
 
 
 @dataclass(frozen=True, slots=True)
