@@ -15,15 +15,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+import numpy as np
+
 from tierd.clock import Clock
 from tierd.codec.layout import HEADER_BYTES
-from tierd.disk.header import page_digest, verify_slot
+from tierd.disk.header import verify_slot
 from tierd.disk.headerrows import (
     as_bytes,
+    check_slots,
     fill_rows,
     header_rows,
     place_rows,
-    take_device_digests,
+    seal_rows,
 )
 from tierd.errors import PageDamaged, StorageError, StorageFull
 from tierd.moves import Move, pool_key
@@ -87,15 +90,17 @@ class Batch:
 
     def _pack_headers(self) -> None:
         """Make every page's header but for its place."""
-        self._stored_bytes: list[int] = []
+        self._stored_bytes = np.empty(len(self.moves), np.int64)
         self._rows = header_rows(len(self.moves))
+        first = 0
         for _, run in groupby(self.moves, lambda move: pool_key((move.session, move.source))):
             moves = list(run)
-            first = len(self._stored_bytes)
+            these = slice(first, first + len(moves))
             like = self._header_of(moves[0].session, moves[0].key, moves[0].source, b"")
             keys, digests = [move.key for move in moves], [move.digest for move in moves]
-            fill_rows(self._rows[first : first + len(moves)], like, keys, digests)
-            self._stored_bytes += [like.stored_bytes] * len(moves)
+            fill_rows(self._rows[these], like, keys, digests)
+            self._stored_bytes[these] = like.stored_bytes
+            first = these.stop
         self._headers = as_bytes(self._rows)
 
     def _down(self) -> None:
@@ -111,19 +116,16 @@ class Batch:
         destinations.
         """
         moves, rows = self.moves[first:end], self._rows[first:end]
-        found = [move.warm[:HEADER_BYTES].tobytes() for move in moves]
-        take_device_digests(rows, found)
         place_rows(rows, [move.source for move in moves])
+        slots = np.array([move.warm_address for move in moves], np.int64)
+        sound = check_slots(rows, slots, self._stored_bytes[first:end])
         unsound = {
             number
-            for number, move, header in zip(range(first, end), moves, found, strict=True)
-            if not (
-                header == self._header(number).tobytes()
-                and page_digest(move.warm, self._stored_bytes[number]) == move.digest
-            )
-            and not self._is_sound(number)
+            for number in (first + np.flatnonzero(~sound)).tolist()
+            if not self._is_sound(number)
         }
         place_rows(rows, [move.destination for move in moves])
+        seal_rows(rows)
         return unsound
 
     def _is_sound(self, number: int) -> bool:

@@ -18,8 +18,8 @@ def pool_key(placed: tuple[Session, Place]) -> tuple[int, Tier, CodecId]:
 class Move:
     """A page on its way from `source` to `destination`, the other of warm and cold.
 
-    `warm` is the warm slot's memory (slot_bytes, writable): what a spill reads
-    and a promotion fills. `digest` is the index's. Both slots are held until
+    `warm` is the warm slot's memory (slot_bytes, writable), at `warm_address`: what a spill
+    reads and a promotion fills. `digest` is the index's. Both slots are held until
     `finish_moves` or `abort_move`, whatever becomes of the page: `orphaned`.
     `keeps_source`: the copy becomes the page's backing. `recorded`: the ledger has it.
     """
@@ -30,6 +30,7 @@ class Move:
     destination: Place
     digest: bytes
     warm: memoryview
+    warm_address: int
     slot_bytes: int
     keeps_source: bool = False
     recorded: bool = False

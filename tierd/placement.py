@@ -39,6 +39,7 @@ from tierd.disk.volatile import LedgerPort
 from tierd.errors import NotFound, StorageError, TierFull
 from tierd.index import Page
 from tierd.memory.epochs import EpochClock
+from tierd.memory.memfd import Mapping
 from tierd.memory.slabmemory import MemfdBacking
 from tierd.memory.slabs import Runs, SlabPool
 from tierd.moves import Move, pool_key
@@ -384,18 +385,19 @@ class Placement:
     ) -> list[Move]:
         """Put pages of one pool on the move."""
         slot_bytes = self.slot_bytes(session, places[0].codec) if places else 0
-        memories: dict[int, memoryview] = {}
+        memories: dict[int, Mapping] = {}
         moves = []
         for (key, page), to in zip(pages, places, strict=True):
             source = page.place
             warm = source if source.tier is Tier.WARM else to
             memory = memories.get(warm.slab)
             if memory is None:
-                memory = memories[warm.slab] = self.warm_memory.mapping(warm.slab).buffer
+                memory = memories[warm.slab] = self.warm_memory.mapping(warm.slab)
             start = warm.slot * slot_bytes
-            warm_slot = memory[start : start + slot_bytes]
-            move = Move(key, session, source, to, page.digest, warm_slot, slot_bytes, keeps_source)
-            self.moving[key] = move
+            move = self.moving[key] = Move(
+                key, session, source, to, page.digest, memory.buffer[start : start + slot_bytes],
+                memory.address + start, slot_bytes, keeps_source,
+            )  # fmt: skip
             moves.append(move)
         return moves
 

@@ -27,11 +27,12 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from tierd.codec import xxh3
 from tierd.codec.compiling import Compiled, compile_cached
 from tierd.disk import header
 from tierd.disk.header import SlotCheck
 from tierd.errors import TierdError
-from tierd_engine.attention import reading, xxh3
+from tierd_engine.attention import reading
 from tierd_engine.attention.atomics import TOKEN_BYTES
 from tierd_engine.attention.compiling import KERNEL_SOURCES
 from tierd_engine.workthreads import start_threads

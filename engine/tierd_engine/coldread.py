@@ -193,7 +193,7 @@ class ColdReader:
         if self.on_verified is not None or not all(isinstance(c, SlotCheck) for c in checks):
             return False
         if self._pool is None:
-            from tierd_engine.attention import xxh3
+            from tierd.codec import xxh3
             from tierd_engine.coldpool import ColdPool
 
             if not xxh3.is_there():

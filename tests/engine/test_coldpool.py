@@ -16,11 +16,12 @@ import pytest
 from numba import types
 
 from tests.engine.device.coldfiles import LAYOUT, SIZE, ColdFile
+from tierd.codec import xxh3
 from tierd.codec.compiling import compile_cached
 from tierd.disk.header import CHECKSUM_OFFSET, DEVICE_DIGEST_OFFSET, HEADER_BYTES
 from tierd.errors import DeadlineExceeded, PageDamaged, PageMiss
 from tierd_engine import coldpool, coldread
-from tierd_engine.attention import reading, xxh3
+from tierd_engine.attention import reading
 from tierd_engine.coldread import ColdReader, ColdUnit
 from tierd_engine.staging import StagingRing
 

@@ -27,7 +27,7 @@ the bytes.
 It is made where a page is encoded, by an engine whose GPU checks what it reads: there it is one
 pass over bytes that are in VRAM anyway. An engine without a GPU makes none: it would cost 13 % more
 than a core's time for int8 (27 GB/s from its cache and 14 from RAM, where xxh3 does 53 and 26), for
-a reader it does not have. Nor does the daemon, which has no Numba. A page without a device digest
+a reader it does not have. A page without a device digest
 is read through RAM, where xxh3 checks it.
 
 Importing this imports Numba.

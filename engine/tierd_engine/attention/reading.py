@@ -25,6 +25,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from tierd.codec.intrinsics import as_array
+from tierd.codec.xxh3 import xxh3_64, xxh3_128_at
 from tierd.disk.header import CHECKSUM_OFFSET, DIGEST_OFFSET, HEADER_BYTES
 from tierd_engine.attention.atomics import (
     add_word,
@@ -35,7 +36,6 @@ from tierd_engine.attention.atomics import (
     take_token,
 )
 from tierd_engine.attention.compiling import step
-from tierd_engine.attention.xxh3 import xxh3_64, xxh3_128_at
 
 # Words of a pool. STOP: threads end. SKIP: shares count as done, unread. NEXT, TAIL: of the queue's
 # entries the next to be taken, and the next to be made. WORK, DONE: a pipe's end, an eventfd; a

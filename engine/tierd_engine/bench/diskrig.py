@@ -14,7 +14,7 @@ import xxhash
 from tierd.carry import Batch
 from tierd.clock import SystemClock
 from tierd.codec.layout import HEADER_BYTES, page_layout
-from tierd.disk.headerrows import place_rows
+from tierd.disk.headerrows import place_rows, seal_rows
 from tierd.disk.slabfiles import SlabFiles
 from tierd.disk.volatile import VolatileLedger
 from tierd.lanes import ThreadLanes
@@ -41,7 +41,9 @@ class UncheckedBatch(Batch):
     """Carries pages without looking at their bytes, to tell what looking costs."""
 
     def _unsound(self, first: int, end: int) -> set[int]:
-        place_rows(self._rows[first:end], [move.destination for move in self.moves[first:end]])
+        rows = self._rows[first:end]
+        place_rows(rows, [move.destination for move in self.moves[first:end]])
+        seal_rows(rows)
         return set()
 
 

@@ -1,7 +1,7 @@
 """xxHash's own XXH3 for compiled code: the functions that its Python package is made of.
 
-A thread that checks pages so needs no interpreter, whose lock it would take from who attends.
-Where the package does not show them (`is_there`), pages are checked through Python instead.
+A thread that digests or checks pages so needs no interpreter, whose lock it would take from others.
+Where the package does not show them (`is_there`), that is done through Python instead.
 Importing this imports Numba.
 """
 
@@ -70,12 +70,32 @@ def xxh3_128_at(typingctx: Any, address: Any, size_bytes: Any, digest: Any) -> A
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         found = _call(builder, "XXH3_128bits", _HASH, args)
         same = None
-        for offset, word in ((0, 1), (8, 0)):  # the high word first
-            at = builder.add(args[2], ir.Constant(_I64, offset))
-            pointer = builder.inttoptr(at, _I64.as_pointer())
+        for pointer, word in _words_of_digest(builder, args[2]):
             stored = builder.bswap(builder.load(pointer, align=1))
             equal = builder.icmp_unsigned("==", stored, builder.extract_value(found, word))
             same = equal if same is None else builder.and_(same, equal)
         return same
 
     return types.boolean(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_xxh3_128(typingctx: Any, address: Any, size_bytes: Any, digest: Any) -> Any:
+    """Write XXH3_128bits of bytes at `address` to the 16 bytes, big-endian, at `digest`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        found = _call(builder, "XXH3_128bits", _HASH, args)
+        for pointer, word in _words_of_digest(builder, args[2]):
+            builder.store(builder.bswap(builder.extract_value(found, word)), pointer, align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+def _words_of_digest(builder: Any, address: Any) -> list[tuple[Any, int]]:
+    """Return where the words of a big-endian digest lie, each with its number in XXH128_hash_t."""
+    offsets = ((0, 1), (8, 0))  # the high word first
+    return [
+        (builder.inttoptr(builder.add(address, ir.Constant(_I64, offset)), _I64.as_pointer()), word)
+        for offset, word in offsets
+    ]
