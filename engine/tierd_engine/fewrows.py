@@ -4,143 +4,149 @@ With many rows (prefill) PyTorch's linear does the work. Weights are those of th
 layer that is replaced, not a copy; sums are float32, the result is rounded once.
 Takes and returns what the layer did, to within the order of a sum.
 
+Layers that are called with one and the same tensor, one after the other (queries, keys and
+values; gate and up), are sisters from then on: the first one's call multiplies for all.
+
 Invariants:
-  a product's record and the common scratch are used under the lock, by one call at a time
+  what was made for a sister is given to it for that tensor object alone, once
+  a call knows its sisters from one look at `_Chain.seen`: another thread's are of another tensor
 """
 
 from __future__ import annotations
 
-import struct
-import threading
 from typing import Any
 
-import numpy as np
 import torch
 
-from tierd.units import CACHE_LINE_BYTES, round_up
-from tierd_engine.attention.product import (
-    PRODUCT_FIELDS,
-    ROWS_MAX,
-    make_product_job,
-    product_address,
-)
-from tierd_engine.attention.simd import BFLOAT16, FLOAT32, INT8
-from tierd_engine.attention.team import Reads, run_team, workers_for
-
-FEW_ROWS_MAX = 16  # up to here ours; beyond, PyTorch's products of blocks are better
-_KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
-_PER_CALL = struct.Struct(f"={PRODUCT_FIELDS.index('weights') + 1}q")
-
-_lock = threading.Lock()  # held while a product runs: a wait for it ends when that does
-_claimed = np.zeros(8, dtype=np.int64)
-_claimed_address = int(_claimed.ctypes.data)
+from tierd_engine.rowproduct import KINDS, Factor, RowProducts
 
 
-class _Scratch:
-    """Grows to what the widest layer needs."""
+class LeanModule(torch.nn.Module):
+    """A module of one input that is called some hundred times a step.
 
-    def __init__(self) -> None:
-        self._bytes = np.zeros(0, dtype=np.uint8)
-        self._address = 0
-
-    def address(self, size_bytes: int) -> int:
-        if self._bytes.size < size_bytes + CACHE_LINE_BYTES:
-            self._bytes = np.zeros(size_bytes + CACHE_LINE_BYTES, dtype=np.uint8)
-            self._address = round_up(int(self._bytes.ctypes.data), CACHE_LINE_BYTES)
-        return self._address
-
-
-_scratch = _Scratch()
-
-
-class RowProduct:
-    """x W^T + bias for a few rows x in `dtype`: bfloat16 or float32.
-
-    weights: [outputs, width], in `dtype`, or int8 with `scales` [outputs]; bias: [outputs] or
-    None. Weights may move, but not change shape or dtype; scales and bias are copied.
+    What PyTorch does around `forward` takes 4 us a call: it is left out where there is no hook.
     """
 
-    def __init__(
-        self,
-        weights: torch.Tensor,
-        dtype: torch.dtype,
-        scales: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-    ) -> None:
-        self.dtype = dtype
-        outputs, width = weights.shape
-        self._outputs, self._width = outputs, width
-        self._bytes = weights.nbytes
-        job = make_product_job(width, outputs, weights.element_size())
-        self._kept = [None if part is None else part.detach().float() for part in (scales, bias)]
-        for name, part in zip(("scales", "bias"), self._kept, strict=True):
-            job[name] = 0 if part is None else part.data_ptr()
-        x_kind = _KINDS[dtype]
-        kind = x_kind if scales is None else INT8
-        self._work = product_address(kind, 1, x_kind), product_address(kind, ROWS_MAX, x_kind)
-        self._job = job
-        self._fields = job.view(np.uint8).data
-        self._job_address = int(job.ctypes.data)
-        self._scratch_bytes = int(job["scratch_bytes"][0])
-        self._reads = Reads(np.array([weights.data_ptr()], dtype=np.int64), self._bytes)
-
-    def rows_of(self, x: torch.Tensor) -> int:
-        """Return how many rows x [..., width] has, if few, in RAM, and no gradient is wanted; or 0.
-
-        Those are taken.
-        """
-        rows = x.numel() // self._width
-        if rows > FEW_ROWS_MAX or x.dtype is not self.dtype or not x.is_cpu:
-            return 0
-        return 0 if torch.is_grad_enabled() else rows
-
-    def __call__(self, x: torch.Tensor, rows: int, weights: torch.Tensor) -> torch.Tensor:
-        """Return the product [..., outputs] for the rows of x that are taken.
-
-        `weights`: where they are now.
-        """
-        x = x.contiguous()
-        out = torch.empty((*x.shape[:-1], self._outputs), dtype=self.dtype)
-        workers = workers_for(self._bytes)
-        with _lock:
-            _claimed[0] = 0
-            # A step does this some hundred times: NumPy takes six times as long.
-            _PER_CALL.pack_into(
-                self._fields, 0, x.data_ptr(), out.data_ptr(), rows, _claimed_address,
-                _scratch.address(workers * self._scratch_bytes), weights.data_ptr(),
-            )  # fmt: skip
-            run_team(self._work[rows > 1], self._job_address, workers, self._reads)
-        return out
-
-
-class FewRowsLinear(torch.nn.Module):
-    """A linear layer of weights [out, in] in bfloat16 or float32, and its bias [out] or None."""
-
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
-        self._product = RowProduct(linear.weight, linear.weight.dtype, bias=linear.bias)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `forward(x)`."""
+        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks:
+            hooked: torch.Tensor = super().__call__(x)
+            return hooked
+        return self.forward(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x W^T + bias: [..., in] to [..., out]."""
-        rows = self._product.rows_of(x)
-        if rows:
-            return self._product(x, rows, self.weight)
+        """Return what the module makes of x."""
+        raise NotImplementedError
+
+
+class _Seen:
+    """Layers that were called with one tensor, and what is ready for those that will be."""
+
+    __slots__ = ("layers", "ready", "x")
+
+    def __init__(self, x: torch.Tensor | None, layers: list[RowsLinear]) -> None:
+        self.x = x
+        self.layers = layers
+        self.ready: dict[RowsLinear, torch.Tensor] = {}
+
+
+class Chain:
+    """What the layers of one model were called with last."""
+
+    def __init__(self) -> None:
+        self.seen = _Seen(None, [])
+
+    def product(self, layer: RowsLinear, x: torch.Tensor) -> torch.Tensor:
+        """Return a layer's product of x, of one row."""
+        seen = self.seen
+        if seen.x is x:
+            ready = seen.ready.pop(layer, None)
+            if ready is not None:
+                return ready
+            leader = seen.layers[0]
+            if layer not in seen.layers and layer.fits_behind(leader):
+                seen.layers.append(layer)
+                leader.sisters = tuple(seen.layers)
+                leader.together = None
+                return layer.products(x, 1)[0]
+        elif seen.ready:  # made for nothing
+            seen.layers[0].sisters = ()
+        self.seen = seen = _Seen(x, [layer])
+        if not layer.sisters:
+            return layer.products(x, 1)[0]
+        if layer.together is None:
+            layer.together = RowProducts([s.factor() for s in layer.sisters], layer.products.dtype)
+        own, *others = layer.together(x, 1)
+        seen.layers = list(layer.sisters)
+        seen.ready = dict(zip(layer.sisters[1:], others, strict=True))
+        return own
+
+
+class RowsLinear(LeanModule):
+    """A linear layer, [..., in] to [..., out], whose product of a few rows is ours.
+
+    `sisters`: itself and those that follow it with the same input, once they have.
+    """
+
+    def __init__(self, factor: Factor, dtype: torch.dtype, chain: Chain) -> None:
+        super().__init__()
+        self.out_features, self.in_features = factor.weights.shape
+        self._chain = chain
+        self.products = RowProducts([factor], dtype)
+        self.sisters: tuple[RowsLinear, ...] = ()
+        self.together: RowProducts | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + bias."""
+        rows = self.products.rows_of(x)
+        if rows == 1:
+            return self._chain.product(self, x)
+        return self.products(x, rows)[0] if rows else self.many(x)
+
+    def fits_behind(self, leader: RowsLinear) -> bool:
+        """Whether one call can multiply for both."""
+        return type(self) is type(leader) and self.products.dtype is leader.products.dtype
+
+    def factor(self) -> Factor:
+        """Return what the layer multiplies by."""
+        raise NotImplementedError
+
+    def many(self, x: torch.Tensor) -> torch.Tensor:
+        """Return PyTorch's product of x."""
+        raise NotImplementedError
+
+
+class FewRowsLinear(RowsLinear):
+    """A linear layer of weights [out, in] in bfloat16 or float32, and its bias [out] or None."""
+
+    def __init__(self, linear: torch.nn.Linear, chain: Chain | None = None) -> None:
+        weight, bias = linear.weight, linear.bias
+        super().__init__(Factor(weight, bias=bias), weight.dtype, chain or Chain())
+        self.weight, self.bias = weight, bias
+
+    def factor(self) -> Factor:
+        """Return the layer's own weights and bias."""
+        return Factor(self.weight, bias=self.bias)
+
+    def many(self, x: torch.Tensor) -> torch.Tensor:
+        """Return PyTorch's product of x."""
         return torch.nn.functional.linear(x, self.weight, self.bias)
 
 
-def replace_linears(model: Any) -> int:
-    """Replace the model's linear layers that ours can stand for, in place; return how many."""
-    count = 0
+def replace_linears(model: Any, kind: type[RowsLinear] | None = None) -> int:
+    """Replace the model's linear layers that `kind` can stand for, in place; return how many.
+
+    By default FewRowsLinear.
+    """
+    count, chain = 0, Chain()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is torch.nn.Linear and _fits(child):
-                setattr(parent, name, FewRowsLinear(child))
+                setattr(parent, name, (kind or FewRowsLinear)(child, chain))
                 count += 1
     return count
 
 
 def _fits(linear: torch.nn.Linear) -> bool:
     weight = linear.weight
-    return weight.dtype in _KINDS and weight.is_contiguous() and weight.device.type == "cpu"
+    return weight.dtype in KINDS and weight.is_contiguous() and weight.device.type == "cpu"

@@ -23,8 +23,8 @@ import torch
 
 from tierd_engine.attention.patience import Patience
 from tierd_engine.cores import threads_sleep_soon
-from tierd_engine.fewrows import FewRowsLinear
-from tierd_engine.weightonly import Int8Linear
+from tierd_engine.fewrotary import FewRowsRotary
+from tierd_engine.fewrows import RowsLinear
 
 # Waking a thread takes about 0.1 ms, one thread reads weights at about 13 GB/s, and two threads
 # save half of that time: they gain from 0.1 ms x 13 GB/s / 0.5 = 2.6 MB a layer on.
@@ -41,7 +41,7 @@ def mean_layer_bytes(model: Any) -> float:
     sizes = [
         tensor.nbytes
         for module in model.modules()
-        if id(module) not in outer and not isinstance(module, FewRowsLinear | Int8Linear)
+        if id(module) not in outer and not isinstance(module, RowsLinear)
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if tensor.dim() == 2
     ]
@@ -53,6 +53,7 @@ class StepThreads:
 
     def __init__(self, model: Any) -> None:
         self._patience = Patience()
+        self._rotary = FewRowsRotary(model)
         self.is_single = threads_sleep_soon() and mean_layer_bytes(model) < LAYER_BYTES_MIN
 
     @contextlib.contextmanager
@@ -60,11 +61,12 @@ class StepThreads:
         """Run the block's PyTorch operators on as many threads as a small step gains from."""
         self._patience.look()
         before = torch.get_num_threads()
-        if not self.is_single or before == 1:
-            yield
-            return
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+        with self._rotary.inside():
+            if not self.is_single or before == 1:
+                yield
+                return
+            torch.set_num_threads(1)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(before)

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from tierd.errors import InvalidArgument
-from tierd_engine.fewrows import FEW_ROWS_MAX, RowProduct, replace_linears
+from tierd_engine.fewnorms import replace_norms
+from tierd_engine.fewrows import Chain, FewRowsLinear, RowsLinear, replace_linears
+from tierd_engine.rowproduct import FEW_ROWS_MAX, Factor
 
 CODE_MAX = 127
 ROWS_MAX = FEW_ROWS_MAX  # up to here codes are read; a prefill chunk of more widens the weights
@@ -39,32 +41,33 @@ class Weights(enum.StrEnum):
             raise InvalidArgument(f"weights {text!r} is none of auto, int8") from None
 
 
-class Int8Linear(torch.nn.Module):
+class Int8Linear(RowsLinear):
     """A linear layer of int8 weights [out, in] and a bfloat16 scale [out] each.
 
     Takes and returns the dtype of the layer that it replaces.
     """
 
-    def __init__(self, linear: torch.nn.Linear) -> None:
-        super().__init__()
+    def __init__(self, linear: torch.nn.Linear, chain: Chain | None = None) -> None:
         weight = linear.weight.detach().float()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
         # The scale is rounded first, so that codes are made for the one that is used.
         scales = (weight.abs().amax(dim=1) / CODE_MAX).to(torch.bfloat16)
         safe = torch.where(scales == 0, torch.ones_like(scales), scales).float()
         codes = (weight / safe[:, None]).round().clamp(-CODE_MAX, CODE_MAX)
+        codes = codes.to(torch.int8).contiguous()
+        factor = Factor(codes, scales, linear.bias)
+        super().__init__(factor, linear.weight.dtype, chain or Chain())
         self.codes: torch.Tensor
         self.scales: torch.Tensor
-        self.register_buffer("codes", codes.to(torch.int8).contiguous())
+        self.register_buffer("codes", codes)
         self.register_buffer("scales", scales)
         self.bias = linear.bias
-        self._product = RowProduct(self.codes, linear.weight.dtype, scales, linear.bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x W^T + bias: [..., in] to [..., out]."""
-        rows = self._product.rows_of(x)
-        if rows:
-            return self._product(x, rows, self.codes)
+    def factor(self) -> Factor:
+        """Return the layer's codes, scales and bias."""
+        return Factor(self.codes, self.scales, self.bias)
+
+    def many(self, x: torch.Tensor) -> torch.Tensor:
+        """Return PyTorch's product of x by the widened weights."""
         return torch.nn.functional.linear(x, self.widened(x.dtype), self.bias)
 
     def widened(self, dtype: torch.dtype) -> torch.Tensor:
@@ -75,18 +78,8 @@ class Int8Linear(torch.nn.Module):
 def apply_weights(model: Any, weights: Weights) -> int:
     """Replace the model's linear layers, in place, as chosen; return how many.
 
-    AUTO changes no weight: only who multiplies a few rows by them (fewrows.py).
+    AUTO changes no weight: only who multiplies a few rows by them (fewrows.py). Norms are ours
+    either way (fewnorms.py), and are not counted.
     """
-    if weights is Weights.AUTO:
-        return replace_linears(model)
-    count = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is torch.nn.Linear and _fits(child):
-                setattr(parent, name, Int8Linear(child))
-                count += 1
-    return count
-
-
-def _fits(linear: torch.nn.Linear) -> bool:
-    return linear.weight.dtype in (torch.float32, torch.bfloat16)
+    replace_norms(model)
+    return replace_linears(model, Int8Linear if weights is Weights.INT8 else FewRowsLinear)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tierd_engine.attention.team import BRIEF_SECONDS, set_patience
-from tierd_engine.fewrows import FEW_ROWS_MAX, FewRowsLinear, replace_linears
+from tierd_engine.fewrows import FewRowsLinear, replace_linears
+from tierd_engine.rowproduct import FEW_ROWS_MAX
 
 # Of the sum of |x w|: a float32 sum of up to 2,048 terms in blocks; and bfloat16's rounding.
 _TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8}

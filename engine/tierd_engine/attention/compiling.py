@@ -16,7 +16,8 @@ KERNEL_SOURCES = (
     *SHARED_SOURCES,
     *(_HERE / name for name in (
         "atomics.py", "compiling.py", "fourbit.py", "kernel.py", "layercall.py", "merging.py",
-        "product.py", "simd.py", "team.py", "tile.py", "works.py", "writing.py",
+        "product.py", "rmsnorm.py", "rotary.py",
+        "simd.py", "team.py", "tile.py", "works.py", "writing.py",
     )),
 )  # fmt: skip
 

@@ -6,12 +6,15 @@ up to ROWS_MAX rows at a time. Weights are of the rows' dtype, or int8 with a fl
 scale an output, which multiplies the sum. PyTorch's own product of one row of bfloat16 reads
 weights at 8 to 10 GB/s a thread where a plain sum reads at 20 to 30.
 
-A job's record is written by its caller, and read by workers while it runs.
+A job is the products of the same rows by one matrix or by several: what one call of the team does
+saves what it costs, some 10 us, for each of the others. Its records are written by its caller, and
+read by workers while it runs.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,16 +50,24 @@ PRODUCT_FIELDS = (
     "x", "out", "rows", "claimed", "scratch", "weights", "scales", "bias", "width", "outputs",
     "batch", "scratch_bytes",
 )  # fmt: skip
-JOB = np.dtype([(name, np.int64) for name in PRODUCT_FIELDS])
+PRODUCT = np.dtype([(name, np.int64) for name in PRODUCT_FIELDS])
+JOB = np.dtype([("count", np.int64), ("products", np.int64)])  # how many, and their address
 _SUMS = CACHE_LINE_BYTES * 2  # at a scratch's start: 8 floats of wide sums, 8 of narrow ones
 
 
-def make_product_job(width: int, outputs: int, weight_bytes: int) -> npt.NDArray[np.void]:
-    """Return a [1] array of JOB for weights [outputs, width] of `weight_bytes` an element."""
+def make_products(width: int, outputs: Sequence[int], weight_bytes: int) -> npt.NDArray[np.void]:
+    """Return a [n] array of PRODUCT for n weights [outputs, width] of `weight_bytes` an element."""
+    products = np.zeros(len(outputs), dtype=PRODUCT)
+    products["width"], products["outputs"] = width, outputs
+    products["batch"] = max(1, _CLAIM_BYTES // (width * weight_bytes))
+    products["scratch_bytes"] = _SUMS + 4 * ROWS_MAX * round_up(width, NARROW)
+    return products
+
+
+def make_job(products: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """Return a [1] array of JOB for products, which stay the caller's to keep."""
     job = np.zeros(1, dtype=JOB)
-    job["width"], job["outputs"] = width, outputs
-    job["batch"] = max(1, _CLAIM_BYTES // (width * weight_bytes))
-    job["scratch_bytes"] = _SUMS + 4 * ROWS_MAX * round_up(width, NARROW)
+    job["count"], job["products"] = len(products), products.ctypes.data
     return job
 
 
@@ -100,9 +111,9 @@ def _finished(kind: Any, job: Any, output: Any, value: Any) -> Any:
     return value + load_scalar(job.bias + 4 * output)
 
 
-def _work(kind: Any, rows: Any, x_kind: Any, job_address: Any, index: Any) -> None:
-    """Claim batches of outputs. `kind`: of weights; `x_kind`: of the rows and the outputs."""
-    job = as_array(job_address, 1, JOB)[0]
+@step
+def _share(kind: Any, rows: Any, x_kind: Any, job: Any, index: Any) -> None:
+    """Claim batches of a product's outputs."""
     sums = job.scratch + index * job.scratch_bytes
     x, stride = sums + _SUMS, job.scratch_bytes - _SUMS
     stride //= ROWS_MAX
@@ -123,6 +134,14 @@ def _work(kind: Any, rows: Any, x_kind: Any, job_address: Any, index: Any) -> No
                     at = job.out + out_bytes * ((row + r) * job.outputs + output)
                     store_rounded(x_kind, value, at)
         start = fetch_add(job.claimed, job.batch)
+
+
+def _work(kind: Any, rows: Any, x_kind: Any, job_address: Any, index: Any) -> None:
+    """Share in each product. `kind`: of weights; `x_kind`: of the rows and the outputs."""
+    job = as_array(job_address, 1, JOB)[0]
+    products = as_array(job.products, job.count, PRODUCT)
+    for i in range(job.count):
+        _share(kind, rows, x_kind, products[i], index)
 
 
 @functools.cache

@@ -220,6 +220,18 @@ def load(typingctx: Any, kind: Any, lanes: Any, address: Any) -> Any:
     return vector(kind, lanes, types.int64), codegen
 
 
+@intrinsic
+def load_element(typingctx: Any, kind: Any, address: Any) -> Any:
+    """One element of `kind` at `address`, as float32."""
+    element = constant_value(kind)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        raw = _read(builder, args[1], ir.VectorType(_ELEMENTS[element], 1))
+        return builder.extract_element(_as_float32(builder, element, raw), ir.Constant(_I32, 0))
+
+    return types.float32(kind, types.int64), codegen
+
+
 @intrinsic(prefer_literal=True)
 def load_first(typingctx: Any, kind: Any, lanes: Any, address: Any, count: Any) -> Any:
     """As `load`, but only the first `count` elements are read; the other lanes are 0."""
@@ -378,23 +390,48 @@ def exp2(typingctx: Any, vector: Any) -> Any:
     return vector(vector), codegen
 
 
+def _bfloat16_bits(builder: Any, value: Any) -> Any:
+    """A float32 rounded to nearest even, as the 32 bits whose upper 16 are it; NaN stays NaN."""
+    word = ir.IntType(32)
+    bits = builder.bitcast(value, word)
+    upper = builder.lshr(bits, ir.Constant(word, 16))
+    odd = builder.and_(upper, ir.Constant(word, 1))
+    rounded_up = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))
+    quiet = builder.or_(bits, ir.Constant(word, 0x400000))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    return builder.select(is_nan, quiet, rounded_up)
+
+
 @intrinsic
 def _store_bfloat16(typingctx: Any, value: Any, address: Any) -> Any:
     """Write a float32, rounded to nearest even, as bfloat16; NaN stays NaN."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word, half = ir.IntType(32), ir.IntType(16)
-        bits = builder.bitcast(args[0], word)
-        upper = builder.lshr(bits, ir.Constant(word, 16))
-        odd = builder.and_(upper, ir.Constant(word, 1))
-        rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))
-        quiet = builder.or_(upper, ir.Constant(word, 0x40))
-        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-        upper = builder.select(is_nan, quiet, builder.lshr(rounded, ir.Constant(word, 16)))
+        half = ir.IntType(16)
+        upper = builder.lshr(_bfloat16_bits(builder, args[0]), ir.Constant(_I32, 16))
         builder.store(builder.trunc(upper, half), pointer_to(builder, args[1], half), align=2)
         return context.get_dummy_value()
 
     return types.void(types.float32, types.int64), codegen
+
+
+@intrinsic
+def _as_bfloat16(typingctx: Any, value: Any) -> Any:
+    """A float32 rounded to nearest even to what bfloat16 holds; NaN stays NaN."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        upper = builder.and_(
+            _bfloat16_bits(builder, args[0]), ir.Constant(_I32, 0xFFFF0000)
+        )  # fmt: skip
+        return builder.bitcast(upper, _FLOAT)
+
+    return types.float32(types.float32), codegen
+
+
+@step
+def rounded(kind: Any, value: Any) -> Any:
+    """A float32 as an element of `kind` would keep it: BFLOAT16 or FLOAT32."""
+    return _as_bfloat16(value) if number(kind) == BFLOAT16 else value
 
 
 @step
