@@ -16,9 +16,10 @@ from tierd_engine.rowproduct import FEW_ROWS_MAX, KINDS
 
 _EPSILON_NAMES = ("variance_epsilon", "eps")
 _TRIAL_ROWS = 8
-# A last place of the dtype, of float32 two; of bfloat16 only where a sum lay on the edge: a
-# formula with another order of rounding differs in a third of the elements.
-_TOLERANCE = {torch.float32: 2**-22, torch.bfloat16: 2**-7}
+# PyTorch's float32 is up to 4 units of 2^-24 off, ours 2. Of bfloat16 a last place, and only
+# where a sum lay on the edge: a formula with another order of rounding differs in a third of the
+# elements.
+_TOLERANCE = {torch.float32: 2**-21, torch.bfloat16: 2**-7}
 _DIFFERING_SHARE_MAX = 0.01
 
 

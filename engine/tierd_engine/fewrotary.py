@@ -85,8 +85,7 @@ def _standing_for(own: Rotation) -> Rotation:
             q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
             heads, kv_heads, head_dim,
         )  # fmt: skip
-        turned, turned_keys = out.split((heads, kv_heads), 1)
-        return turned, turned_keys
+        return out[:, :heads], out[:, heads:]
 
     return apply_rotary_pos_emb
 

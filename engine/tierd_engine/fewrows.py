@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -133,16 +134,15 @@ class FewRowsLinear(RowsLinear):
         return torch.nn.functional.linear(x, self.weight, self.bias)
 
 
-def replace_linears(model: Any, kind: type[RowsLinear] | None = None) -> int:
-    """Replace the model's linear layers that `kind` can stand for, in place; return how many.
-
-    By default FewRowsLinear.
-    """
+def replace_linears(
+    model: Any, make: Callable[[torch.nn.Linear, Chain], RowsLinear] = FewRowsLinear
+) -> int:
+    """Replace the model's linear layers that ours can stand for, in place; return how many."""
     count, chain = 0, Chain()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is torch.nn.Linear and _fits(child):
-                setattr(parent, name, (kind or FewRowsLinear)(child, chain))
+                setattr(parent, name, make(child, chain))
                 count += 1
     return count
 
