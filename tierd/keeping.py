@@ -75,6 +75,7 @@ class Keeper:
             session = self._dormant(record)
             if record.state == RUNNING:
                 self.unclaimed[session.number] = session
+                # A suspension without its end has pages in RAM alone: their engine may never come.
                 self.cut(session, self._kept_prefix(session))
             if session.kept:
                 self._book.add(session)

@@ -9,7 +9,9 @@ Invariants:
   sealed_blocks - 1, and no other page; while it is dormant the ledger alone
   knows them
   what a suspension kept stands while an engine goes on with the session: it
-  ends with a close, and is cut by a truncation, by nothing else
+  ends with a close, and is cut by a truncation, by nothing else; of one that
+  found no room on disk, and so was refused, what is in RAM alone ends with the
+  daemon, though the engine hands it back to the next one
 """
 
 from __future__ import annotations

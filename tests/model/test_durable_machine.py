@@ -48,8 +48,8 @@ seldom = st.sampled_from([False] * 3 + [True])
 class Kept:
     """A state that a session was kept in: its sealed blocks and their pages' versions.
 
-    Not sure where there was no room on disk for all of it: a stop may then take any of it that
-    was in RAM alone, and a power cut the whole of it.
+    Not sure where there was no room on disk for all of it: the daemon's end then takes what of it
+    was in RAM alone, also where an engine hands that back, and a power cut may take the whole.
     """
 
     sealed: int
@@ -67,6 +67,9 @@ class Known:
 
     def cut(self, block: int) -> None:
         self.versions = {key: v for key, v in self.versions.items() if key[1] < block}
+        self.cut_kept(block)
+
+    def cut_kept(self, block: int) -> None:
         if self.history and self.history[-1].sealed > block:
             before = self.history[-1].versions
             kept = {key: v for key, v in before.items() if key[1] < block}
@@ -266,6 +269,7 @@ class DurableMachine(RuleBasedStateMachine):
         if not sure:
             return
         self.rig.ledger.flush()
+        on_disk = {s.number: self.on_disk(s) for s in self.store.sessions()}
         alive, offers = self.alive, {engine: Offers() for engine in self.alive}
         owned = [s for s in self.store.sessions() if s.engine_id is not None]
         for session in owned:
@@ -288,6 +292,26 @@ class DurableMachine(RuleBasedStateMachine):
             self.store.adopt_session(session.engine_id, session.number, INT8, MAX_TOKENS, found)
         for mine in offers.values():
             mine.close()
+        self.left_by_kill(on_disk)
+
+    def left_by_kill(self, on_disk: dict[int, int]) -> None:
+        """A kept session is as it was; a refused suspension's is what of it was on disk, no less.
+
+        Its engine was told that it is not kept, and goes on with all pages. What it hands back
+        lies in RAM as before, and need not outlive it: the restart has cut what is kept by then,
+        for it cannot know whether the engine comes.
+        """
+        for session in self.store.sessions():
+            known = self.known[session.number]
+            if not known.history:
+                continue
+            latest = known.history[-1]
+            whole = on_disk[session.number]
+            there = latest.sealed if latest.sure else min(whole, latest.sealed)
+            assert session.sealed_blocks == there, f"{session.sealed_blocks=} {whole=} {latest=}"
+            known.cut_kept(there)
+            if session.engine_id is None:  # there is nobody who has more of it
+                known.versions = dict(known.history[-1].versions)
 
     @rule(keep=st.randoms(use_true_random=False), cut=st.booleans(), sure=seldom)
     def all_stops(self, keep: Any, cut: bool, sure: bool) -> None:
