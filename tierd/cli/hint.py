@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -14,14 +15,36 @@ from tierd.cli.streams import warn
 from tierd.cli.terminal import print_json, print_table, versioned
 from tierd.errors import InvalidArgument
 from tierd.types import SessionState
-from tierd.units import parse_duration
 
 DEADLINE_SECONDS_MAX = 3600.0  # as the daemon's
 PRIORITY_MAX = 2**31 - 1  # what the wire holds
 
-Session = Annotated[str, typer.Argument(metavar="SESSION", help="An id from `tierd sessions`.")]
+
+def _deadline_seconds(option: str, deadline: str) -> float:
+    seconds = checks.duration(option, deadline, longest_seconds=math.inf)
+    if not 0.0 < seconds <= DEADLINE_SECONDS_MAX:
+        raise InvalidArgument(
+            f"{option} {deadline} must be more than 0 s and at most {DEADLINE_SECONDS_MAX:g} s"
+        )
+    return seconds
+
+
+Session = Annotated[
+    str,
+    typer.Argument(
+        metavar="SESSION",
+        callback=options.checked("SESSION", checks.named),
+        help="An id from `tierd sessions`.",
+    ),
+]
 Deadline = Annotated[
-    str, typer.Option("--deadline", metavar="DURATION", help="Needed within: 2s, 250ms.")
+    str,
+    typer.Option(
+        "--deadline",
+        metavar="DURATION",
+        callback=options.checked("--deadline", _deadline_seconds),
+        help="Needed within: 2s, 250ms.",
+    ),
 ]
 First = Annotated[
     int,
@@ -68,8 +91,7 @@ def hint(
 
     The hint lives as long as this command: it runs until the deadline. Ctrl-C cancels the hint.
     """
-    checks.named("SESSION", session)
-    seconds = _deadline_seconds(deadline)
+    seconds = _deadline_seconds("--deadline", deadline)
     if last_token is not None and last_token < first_token:
         raise InvalidArgument(f"--last-token {last_token} comes before --first-token {first_token}")
     with connected(daemon) as client:
@@ -85,18 +107,6 @@ def hint(
         _show(ticket, as_json)
         # A hint dies with its owner's connection; past its deadline it has nothing left to say.
         time.sleep(seconds)
-
-
-def _deadline_seconds(deadline: str) -> float:
-    try:
-        seconds = parse_duration(deadline)
-    except InvalidArgument as error:
-        raise InvalidArgument(f"--deadline: {error}") from None
-    if not 0.0 < seconds <= DEADLINE_SECONDS_MAX:
-        raise InvalidArgument(
-            f"--deadline {deadline} must be more than 0 s and at most {DEADLINE_SECONDS_MAX:g} s"
-        )
-    return seconds
 
 
 def _check_range(row: Mapping[str, Any], first_token: int) -> None:
