@@ -258,7 +258,8 @@ class Mover:
         for other in self._store.hints.urgent_first():
             if other.wish.urgency <= hint.wish.urgency:
                 queued_bytes += self._traffic.slots_bytes(other.awaited)
-        seconds = max(0, queued_bytes) / self._bytes_per_second if hint.awaited else 0.0
+        moves = len(hint.awaited) > lacks.pages
+        seconds = max(0, queued_bytes) / self._bytes_per_second if moves else 0.0
         self.wake()
         return HintTicket(hint.hint_id, len(hint.awaited), seconds, lacks.pages, lacks.why)
 

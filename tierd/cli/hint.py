@@ -122,11 +122,19 @@ def _show(ticket: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(versioned(**ticket))
         return
+    shown = {name: value for name, value in ticket.items() if name != "why"}
+    if not ticket["moving"]:
+        shown["estimated_seconds"] = _unmoved(ticket)
     rows = [
         (name.replace("_", " "), f"{value:.2f}" if isinstance(value, float) else str(value))
-        for name, value in ticket.items()
-        if name != "why"
+        for name, value in shown.items()
     ]
     print_table("Hint", ["", ""], rows, text_columns=2)
     if ticket.get("left_cold"):
         warn(f"about {ticket['left_cold']:,d} pages will not come up: {ticket['why']}")
+
+
+def _unmoved(ticket: Mapping[str, Any]) -> str:
+    if ticket["pages"]:
+        return "none: nothing will move, there is no room in warm"
+    return "none: nothing has to move, no page is cold"
