@@ -397,7 +397,10 @@ def test_hints_give_tickets_and_are_cancelled_by_their_owner_alone(
     session_id = store_session(client, 2)
     with Client.connect(daemon.socket, kind="tool") as tool:
         ticket = tool.hint(session_id, deadline_seconds=5.0)
-        assert set(ticket) == {"hint_id", "pages", "estimated_seconds", "left_cold", "why"}
+        assert set(ticket) == {
+            "hint_id", "pages", "moving", "estimated_seconds", "left_cold", "why"
+        }  # fmt: skip
+        assert (ticket["moving"], ticket["estimated_seconds"]) == (0, None)  # all of it is warm
         with pytest.raises(NotFound):
             client.cancel_hint(ticket["hint_id"])
         tool.cancel_hint(ticket["hint_id"])

@@ -11,10 +11,10 @@ import pytest
 from tests.wirerig import small_config, store_session
 from tierd.client import Client
 from tierd.coldcap import slab_room_bytes, smallest_cap_bytes
-from tierd.config import DaemonConfig
+from tierd.config import COLD_CAP_BYTES_MIN, DaemonConfig
 from tierd.daemon import EmbeddedDaemon
 from tierd.errors import ConfigError
-from tierd.units import GIB, MIB
+from tierd.units import GIB, KIB, MIB
 
 
 def test_the_smallest_cap_holds_the_slabs_and_a_mebibyte_less_does_not() -> None:
@@ -35,6 +35,21 @@ def config(folder: Path, cap_bytes: int) -> DaemonConfig:
 def tool(settings: DaemonConfig) -> Iterator[Client]:
     with EmbeddedDaemon(settings) as daemon, Client.connect(daemon.socket, kind="tool") as client:
         yield client
+
+
+def test_the_smallest_cap_that_is_taken_keeps_a_session_and_half_of_it_holds_nothing(
+    tmp_path: Path,
+) -> None:
+    with tool(config(tmp_path, COLD_CAP_BYTES_MIN)) as client:
+        assert client.stats()["tiers"]["cold"]["capacity_bytes"] > 64 * KIB
+    settings = config(tmp_path, COLD_CAP_BYTES_MIN)
+    with EmbeddedDaemon(settings) as daemon, Client.connect(daemon.socket) as job:
+        store_session(job, 2)
+    with tool(config(tmp_path, COLD_CAP_BYTES_MIN)) as client:
+        assert client.sessions()[0]["kept"]
+    assert slab_room_bytes(COLD_CAP_BYTES_MIN // 2) == 0
+    with pytest.raises(ConfigError, match=r"cold\.cap_bytes is \d+ bytes; the smallest .* 1048576"):
+        config(tmp_path, COLD_CAP_BYTES_MIN - 1)
 
 
 def test_a_cap_below_what_is_there_is_refused_with_the_smallest_and_the_way_below(

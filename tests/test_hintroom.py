@@ -45,9 +45,20 @@ def test_one_that_comes_later_says_that_an_earlier_hint_takes_the_room() -> None
     assert len(rig.pages(first, Tier.COLD)) == 0 < len(rig.pages(second, Tier.COLD))
 
 
+def test_a_hint_that_finds_no_room_at_all_estimates_nothing() -> None:
+    rig = make(warm_blocks=8)
+    session, earlier = hinted(rig, 2), [hinted(rig, 6), hinted(rig, 6)]
+    for other in earlier:
+        assert rig.mover.hint("a", other.number, deadline_seconds=5.0).estimated_seconds > 0
+    ticket = rig.mover.hint("a", session.number, deadline_seconds=50.0)
+    assert ticket.left_cold == ticket.pages == 2 * LAYERS
+    assert ticket.estimated_seconds == 0.0
+
+
 def test_what_is_warm_already_needs_no_room() -> None:
     rig = make(warm_blocks=10)
     session = rig.stored(blocks=4)
     assert session.state is SessionState.SUSPENDED
     ticket = rig.mover.hint("a", session.number, deadline_seconds=5.0)
     assert (ticket.pages, ticket.left_cold, ticket.why) == (0, 0, "")
+    assert ticket.estimated_seconds == 0.0

@@ -244,9 +244,10 @@ class Client:
     ) -> dict[str, Any]:
         """Ask for a suspended or idle session's cold pages by a deadline from now.
 
-        Returns hint_id, pages (that are cold), estimated_seconds, and of the pages
-        left_cold, about, which find no room in warm, with why ("" if none). The hint
-        ends with this client. Raises NotFound, InvalidArgument, TierFull (throttled).
+        Returns hint_id, pages (that are cold), moving and left_cold, about: those that
+        come up, and those which find no room in warm, with why ("" if none);
+        estimated_seconds, None if nothing moves. The hint ends with this client.
+        Raises NotFound, InvalidArgument, TierFull (throttled).
         """
         request = hint_request(
             session_id, deadline_seconds, first_token, last_token, confidence, priority

@@ -21,6 +21,9 @@ ENV_PREFIX = "TIERD_"
 SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un.sun_path holds 108 with its final zero
 _RPC_SUFFIX_BYTES = len(".rpc")
 WARM_DEFAULT_BYTES = 1 * GIB
+# Of 1 MiB that is kept, journal, superblock and snapshots have 848 KiB (`coldcap`), which leaves
+# 176 KiB for pages; of half a MiB they have all.
+COLD_CAP_BYTES_MIN = 1 * MIB
 _EMBEDDED_SLAB_BYTES_MIN = 16 * MIB
 # Memory that a warm tier may not take: the daemon's own heap and the page cache's working set.
 WARM_RESERVE_BYTES = 256 * MIB
@@ -241,6 +244,12 @@ def _check(config: DaemonConfig) -> None:
     ):
         if 0 < value < SECTOR_BYTES:
             raise ConfigError(f"{name} is {value} bytes, less than any page: {SECTOR_BYTES}")
+    if not config.cold.ephemeral and 0 < config.cold.cap_bytes < COLD_CAP_BYTES_MIN:
+        raise ConfigError(
+            f"cold.cap_bytes is {config.cold.cap_bytes} bytes; the smallest that works is "
+            f"{COLD_CAP_BYTES_MIN} ({format_size(COLD_CAP_BYTES_MIN)}), and more where the folder "
+            "holds pages"
+        )
     for name, value in (
         ("warm.slab_bytes", config.warm.slab_bytes),
         ("cold.slab_bytes", config.cold.slab_bytes),

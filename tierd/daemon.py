@@ -114,6 +114,9 @@ class Daemon:
         lanes = ThreadLanes()
         self.mover = Mover(self.store, lanes)
         self.mover.on_troubles = self._log_troubles
+        self.mover.backups.on_kept = lambda session: self.log.info(
+            "a session that was in RAM only is on disk now", session=session.id
+        )
         if not config.cold.cap_bytes:
             grow_task = asyncio.create_task(self._grow_cold(lanes), name="tierd-grow")
             self._stack.callback(grow_task.cancel)

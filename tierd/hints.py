@@ -50,7 +50,8 @@ class Outcome(enum.StrEnum):
 class HintTicket:
     """Answer to a hint: `pages` are cold; those that move are warm in about `estimated_seconds`.
 
-    `left_cold` of them, about, find no room in warm; `why` says what takes it, "" if none.
+    `left_cold` of them, about, find no room in warm; `why` says what takes it, "" if none. Where
+    none moves there is nothing to wait for: 0 seconds.
     """
 
     hint_id: int

@@ -15,6 +15,7 @@ Invariants:
   what was kept stays kept until every page of what is to be kept in its place is on disk
   a session that was never kept is in the book only while an engine owns it
   it is recorded before it may have a page: a restart holds slots for those it knows
+  a suspended session with a page in RAM alone is among `ram_only`, unless all ends with the daemon
   while a session is unclaimed, no warm slab is made: the budget is for those that it may bring
 """
 
@@ -53,6 +54,7 @@ class Keeper:
         self._ledger = ledger
         self._clock = clock
         self.unclaimed: dict[int, Session] = {}  # dormant, with an engine's pages
+        self.ram_only: dict[int, Session] = {}  # suspended, and not all of it on disk, synced
         self._claims_end_seconds = math.inf
 
     @property
@@ -220,6 +222,15 @@ class Keeper:
             if (page := index.get(layer, block)) is not None and page.backing is None
         ]
 
+    def note_ram_only(self, session: Session) -> None:
+        """A session was suspended: if the disk took not all of it, it waits for that."""
+        if self.durable and self.unbacked(session):
+            self.ram_only[session.number] = session
+
+    def on_disk(self, session: Session) -> None:
+        """A session waits no more to be on disk: it is, or an engine has it, or it is gone."""
+        self.ram_only.pop(session.number, None)
+
     def ram_only_blocks(self, session: Session) -> int:
         """Return how many of a session's blocks end with the daemon: a page of theirs is in RAM."""
         if not self.durable:
@@ -284,6 +295,11 @@ class Keeper:
                 assert session.state is SessionState.SUSPENDED, f"{session.id}: {session.state}"
         for number, session in self.unclaimed.items():
             assert session.dormant and session.number == number, f"{session.id} is not dormant"
+        for session in self.ram_only.values():
+            assert session.state is SessionState.SUSPENDED, f"{session.id}: {session.state}"
+        for session in self._book if self.durable else ():
+            if session.state is SessionState.SUSPENDED and session.number not in self.ram_only:
+                assert not self.unbacked(session), f"{session.id}: in RAM only, and forgotten"
 
 
 def pages_of(rows: PageRows) -> Iterator[tuple[PageKey, Page]]:

@@ -6,6 +6,7 @@
     3. pages that a hint foresees, by deadline     promote
     4. sessions that are suspended                  copies to cold
     5. spare warm slots for the next demotion      spill
+    6. kept sessions that are in RAM only           copies to cold
 
 `pump` is one pass: it takes in what the lanes have done, lets the store tick,
 answers who waits, and begins new work while a lane is free. `run` pumps at
@@ -27,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
+from tierd.backups import Backups
 from tierd.carry import Batch
 from tierd.demotions import DemotionPlan, RoomNeeded
 from tierd.errors import DeadlineExceeded, PageDamaged, StorageError, TierdError, TierFull
@@ -42,7 +44,6 @@ from tierd.sessions import Session
 from tierd.store import Store
 from tierd.traffic import LOOK_BYTES
 from tierd.types import CodecId, PageKey, SessionState, Tier
-from tierd.units import format_size
 from tierd.waiters import PARK_SECONDS_MAX, ParkWaiter, PromotionWaiter, RoomWaiter, Waiters
 
 Troubles = Mapping[str, str]  # what fails just now, and why
@@ -76,6 +77,7 @@ class Mover:
         self._wake = asyncio.Event()
         self._stopping = False
         self._flusher = Flusher(store.ledger, store.placement.cold_files, lanes, self.wake)
+        self.backups = Backups(store, self._flusher)
 
     # -- life -----------------------------------------------------------------------
     async def run(self) -> None:
@@ -123,6 +125,7 @@ class Mover:
             self._promote_hinted,
             self._park,
             self._spare,
+            self._back_up,
         ):
             while self._lanes.free() and begin():
                 pass
@@ -258,7 +261,8 @@ class Mover:
         for other in self._store.hints.urgent_first():
             if other.wish.urgency <= hint.wish.urgency:
                 queued_bytes += self._traffic.slots_bytes(other.awaited)
-        seconds = max(0, queued_bytes) / self._bytes_per_second if hint.awaited else 0.0
+        moves = len(hint.awaited) > lacks.pages
+        seconds = max(0, queued_bytes) / self._bytes_per_second if moves else 0.0
         self.wake()
         return HintTicket(hint.hint_id, len(hint.awaited), seconds, lacks.pages, lacks.why)
 
@@ -295,20 +299,9 @@ class Mover:
             if self._begin(moves, Tier.COLD):
                 return True
             if waiting and not self._make_cold_room(waiting):
-                self._waiters.end_park(waiter, TierFull(self._no_cold_room(waiting)))
+                self._waiters.end_park(waiter, TierFull(self._waiters.why_no_cold_room(waiting)))
                 return True
         return False
-
-    def _no_cold_room(self, keys: Sequence[PageKey]) -> str:
-        size = format_size(self._traffic.slots_bytes(keys))
-        budget = self._store.placement.pools[Tier.COLD].budget
-        lacks = f"the cold tier has no room to keep the session: {len(keys)} pages, {size}, more"
-        if self._waiters.trouble:
-            return f"{lacks}, and its disk takes none: {self._waiters.trouble}"
-        return (
-            f"{lacks}, and {format_size(budget.limit_bytes)} are the cap: drop another (tierd "
-            f"sessions --drop) or raise --cold-cap"
-        )
 
     def _make_cold_room(self, keys: Sequence[PageKey]) -> bool:
         """Free cold slots if that can be; say whether some are, or are coming."""
@@ -352,6 +345,12 @@ class Mover:
         # Each by itself: what is left of the budget may become any pool's.
         need_bytes = sum(pools.shortage_bytes({pool: slots}) for pool, slots in needs.items())
         return self._spill(need_bytes, NOTHING_IS_SAFE, evict=False)
+
+    def _back_up(self) -> bool:
+        troubled = bool(self._waiters.trouble or self._store.ledger.failed)
+        keys = self.backups.next_keys(self._clock.monotonic(), troubled=troubled)
+        moves = self._moves_to_cold(keys, BATCH_BYTES, keeps_source=True) if keys else []
+        return self._begin(moves, Tier.COLD)
 
     def _spill(self, need_bytes: int, below: Rank, *, evict: bool) -> bool:
         """Begin a spill towards `need_bytes` of room, less what is coming already."""
@@ -468,6 +467,7 @@ class Mover:
         """Publish what a flush made findable, or leave it where it was."""
         for slab in self._store.placement.cold_files.suspects:
             self._store.placement.shut_slab(slab)
+        self.backups.settle(group, self._clock.monotonic())
         for answer in group.recorded:
             self._waiters.answer(answer)
         for arrival in group.arrivals:

@@ -176,7 +176,8 @@ class SessionsService(pb_grpc.SessionsServicer):
     def _info(self, session: Session) -> Any:
         unused_seconds = self._store.clock.monotonic() - session.last_used_seconds
         suspended = session.state is SessionState.SUSPENDED
-        ram_only = self._store.keeper.ram_only_blocks(session) if suspended else 0
+        keeper = self._store.keeper
+        ram_only = keeper.ram_only_blocks(session) if suspended else 0
         return pb.SessionInfo(
             session=session.number,
             state=_STATES[session.state],
@@ -188,11 +189,11 @@ class SessionsService(pb_grpc.SessionsServicer):
             tokens=session.tokens,
             sealed_blocks=session.sealed_blocks,
             warm_pages=session.index.pages_in(Tier.WARM),
-            cold_pages=self._store.keeper.cold_pages(session),
+            cold_pages=keeper.cold_pages(session),
             unused_seconds=unused_seconds,
             namespace_digest=session.namespace_digest,
-            page_codecs=wire.codecs_to_wire(self._store.keeper.page_codecs(session)),
-            kept=suspended and self._store.keeper.durable and not ram_only,
+            page_codecs=wire.codecs_to_wire(keeper.page_codecs(session)),
+            kept=suspended and keeper.durable and session.number not in keeper.ram_only,
             ram_only_blocks=ram_only,
         )
 

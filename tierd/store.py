@@ -126,6 +126,7 @@ class Store:
         self._check_engine(engine_id)
         self.keeper.wake(session)
         session.give(engine_id, max_tokens, self.placement.epochs.now)
+        self.keeper.on_disk(session)
         self.keeper.record(session)
         self._touch(session)
         self.hints.session_used(number)
@@ -220,6 +221,7 @@ class Store:
             self._keep_again(session)
             return
         self.keeper.wake(session)
+        self.keeper.on_disk(session)
         self.traffic.drop_from(session, 0)
         self.ledger.drop_session(session.number)
         session.take_back(SessionState.CLOSED)
@@ -236,6 +238,7 @@ class Store:
         self.keeper.cut(session, blocks)
         self.traffic.drop_from(session, blocks)
         self.finish_suspend(session)
+        self.keeper.note_ram_only(session)
 
     def truncate(
         self, engine_id: int, number: int, first_block: int, *, damaged_layer: int | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tierd.errors import (
@@ -168,6 +168,18 @@ class Waiters:
         self.rooms.clear()
         self.promotions.clear()
         self.parks.clear()
+
+    def why_no_cold_room(self, keys: Sequence[PageKey]) -> str:
+        """Say why cold does not take these pages of a session that is to be kept."""
+        size = format_size(self._store.traffic.slots_bytes(keys))
+        budget = self._store.placement.pools[Tier.COLD].budget
+        lacks = f"the cold tier has no room to keep the session: {len(keys)} pages, {size}, more"
+        if self.trouble:
+            return f"{lacks}, and its disk takes none: {self.trouble}"
+        return (
+            f"{lacks}, and {format_size(budget.limit_bytes)} are the cap: drop another (tierd "
+            f"sessions --drop) or raise --cold-cap"
+        )
 
     def _why_full(self) -> str:
         retired = self._store.retired_bytes(Tier.WARM)

@@ -20,13 +20,17 @@ ENCODERS = frozenset(
     }
 )  # fmt: skip
 _ENCODER_DECODERS = frozenset({"bart", "mbart", "mt5", "pegasus", "t5", "umt5"})
-_RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "recurrent", "conv", "moe"})
+# Families of which no layer attends: what they keep of a text is a state of one size.
+_STATE_ONLY = frozenset({"mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"})
+_STATE_LAYERS = frozenset({"linear_attention", "mamba", "recurrent"})
+_RECURRENT_LAYERS = _STATE_LAYERS | {"conv", "moe"}
 _RECURRENT_FIELDS = (
     "mamba_d_state", "ssm_state_size", "state_size", "attn_layer_indices", "attn_layer_period",
     "lru_width", "linear_num_value_heads",
 )  # fmt: skip
 # Of these families a window that is set is used; others have a switch beside it.
 _ALWAYS_SLIDING = frozenset({"mistral", "mixtral", "starcoder2", "phi3", "ministral"})
+NO_INTERFACE = "its attention does not go through transformers' attention interface"
 # What `unsupported_reason` asks for.
 FIELDS = (
     "model_type", "is_decoder", "is_encoder_decoder", "kv_lora_rank", "layer_types",
@@ -50,6 +54,8 @@ def unsupported_reason(field: Callable[[str], Any], *, resolved: bool = False) -
     if field("kv_lora_rank"):
         return "it uses multi-head latent attention (MLA)"
     kinds = _layer_kinds(field("layer_types"))
+    if kind in _STATE_ONLY or str(kind).startswith("rwkv") or (kinds and kinds <= _STATE_LAYERS):
+        return "it has no attention: it is a recurrent (state-space) model"
     if kinds & _RECURRENT_LAYERS or any(field(name) for name in _RECURRENT_FIELDS):
         return "it is a hybrid of attention and recurrent layers"
     if "sliding_attention" in kinds or _slides(field, resolved):

@@ -13,8 +13,9 @@ import torch
 
 from tierd.errors import InvalidArgument, UnsupportedModel
 from tierd.types import CodecId, DType, Geometry, Namespace
-from tierd_engine.attentionkinds import FIELDS, unsupported_reason
+from tierd_engine.attentionkinds import FIELDS, NO_INTERFACE, unsupported_reason
 from tierd_engine.gguf import converted_gguf
+from tierd_engine.jobcheck import unscalable
 from tierd_engine.loading import reading, require_whole
 from tierd_engine.modelcheck import (
     NUMBERS,
@@ -108,9 +109,7 @@ def _scale_rope(config: Any, text: str) -> None:
         raise InvalidArgument("the model's config tells no trained length to scale from")
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     if not parameters:
-        raise InvalidArgument(
-            f"model {config.model_type}: its positions cannot be scaled (--rope-scaling)"
-        )
+        raise unscalable(config.model_type)
     parameters.update(rope_type=kind, factor=factor)
     if kind == "yarn":
         parameters["original_max_position_embeddings"] = trained
@@ -151,7 +150,7 @@ def _lacks_interface(config: Any) -> str | None:
     if model_class is None:
         return "it is not a causal decoder"
     if not getattr(model_class, "_supports_attention_backend", False):
-        return "its attention does not go through transformers' attention interface"
+        return NO_INTERFACE
     return None
 
 

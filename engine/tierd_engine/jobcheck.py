@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,12 +18,24 @@ from tierd.codec.layout import page_layout
 from tierd.errors import InvalidArgument, UnsupportedModel
 from tierd.layercodecs import parse_codec_choice
 from tierd.types import BLOCK_TOKENS_MIN, DType, Geometry
+from tierd_engine.attentionkinds import NO_INTERFACE, unsupported_reason
 from tierd_engine.ggufheader import read_integers
-from tierd_engine.modelcheck import check_model, read_json_object
+from tierd_engine.modelcheck import (
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    check_model,
+    first_number,
+    read_json_object,
+)
 
 CODEC_DEFAULT = "int8"
+# Families whose positions are learned, or rotated at one fixed rate: none can be scaled.
+_UNSCALABLE = frozenset({"gpt2", "gpt-sw3", "gpt_bigcode", "gptj", "codegen", "ctrl", "opt"})
 # Families whose heads are hidden_size / heads where their config names no head_dim.
-_PLAIN_HEADS = frozenset({"llama", "mistral", "qwen2", "phi3", "gpt_neox", "granite", "olmo"})
+_PLAIN_HEADS = _UNSCALABLE | {"llama", "mistral", "qwen2", "phi3", "gpt_neox", "granite", "olmo"}
+# Where a config tells the trained length; of two the longer counts.
+_TRAINED = ("max_position_embeddings", "n_positions")
 # A document is tokenised here only where it may be too long: English has four bytes a token.
 _BYTES_PER_TOKEN_MAX, _BYTES_PER_TOKEN_LEAST = 8, 3
 _EDGE_TOKENS = 16  # a text that is cut, or framed, may have so many fewer
@@ -47,6 +60,8 @@ class _Told:
     layers: int | None
     head_dim: int | None
     trained_tokens: int | None
+    kind: str = ""
+    scales: bool = True
 
 
 def check_request(model: str, request: Request) -> None:
@@ -61,10 +76,19 @@ def check_request(model: str, request: Request) -> None:
     if told.trained_tokens:
         trained = told.trained_tokens
         if request.rope_scaling is not None:
+            if not told.scales:
+                raise unscalable(told.kind)
             trained = int(trained * float(request.rope_scaling.partition(":")[2]))
         context = _context_at_least(path, request, trained)
         is_least = context != request.context_tokens
-        check_length(trained, context, request.max_new_tokens, is_least=is_least)
+        check_length(
+            trained, context, request.max_new_tokens, is_least=is_least, scales=told.scales
+        )
+
+
+def unscalable(kind: str) -> InvalidArgument:
+    """Return the refusal of --rope-scaling for a kind of model to which it means nothing."""
+    return InvalidArgument(f"model {kind}: its positions cannot be scaled (--rope-scaling)")
 
 
 def check_length(
@@ -124,15 +148,15 @@ def _tokens(path: Path, text: str) -> int:
 def _of_config(folder: Path) -> _Told:
     config = read_json_object(folder / "config.json")
     kind = str(config.get("model_type"))
-    reason = _unknown_to_transformers(kind)
-    if reason is not None:
-        raise UnsupportedModel(f"model {kind}: {reason}; tiers do not support it yet")
-    heads, hidden, head_dim = (
-        config.get(name) for name in ("num_attention_heads", "hidden_size", "head_dim")
-    )
+    _refuse(kind, _unknown_to_transformers(kind) or _attends_by_itself(kind))
+    heads, hidden = first_number(config, HEADS), first_number(config, HIDDEN)
+    head_dim = config.get("head_dim")
     if head_dim is None and kind in _PLAIN_HEADS and heads and hidden:
         head_dim = hidden // heads
-    return _Told(config.get("num_hidden_layers"), head_dim, config.get("max_position_embeddings"))
+    trained = max(config.get(name) or 0 for name in _TRAINED)
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    scales = kind not in _UNSCALABLE or bool(rope)
+    return _Told(first_number(config, LAYERS), head_dim, trained, kind, scales)
 
 
 def _of_gguf(path: Path) -> _Told:
@@ -145,7 +169,16 @@ def _of_gguf(path: Path) -> _Told:
     hidden, heads = ending(".embedding_length"), ending(".attention.head_count")
     if head_dim is None and hidden and heads:
         head_dim = hidden // heads
-    return _Told(ending(".block_count"), head_dim, ending(".context_length"))
+    # Every key of a model's begins with its architecture, which is transformers' kind or unknown.
+    kind = next((key.partition(".")[0] for key in found if key.endswith(".block_count")), "")
+    _refuse(kind, unsupported_reason({"model_type": kind}.get) or _attends_by_itself(kind))
+    layers, trained = ending(".block_count"), ending(".context_length")
+    return _Told(layers, head_dim, trained, kind, kind not in _UNSCALABLE)
+
+
+def _refuse(kind: str, reason: str | None) -> None:
+    if reason is not None:
+        raise UnsupportedModel(f"model {kind}: {reason}; tiers do not support it yet")
 
 
 def _unknown_to_transformers(kind: str) -> str | None:
@@ -169,6 +202,23 @@ def _unknown_to_transformers(kind: str) -> str | None:
     # Kinds that share a config are one model to it.
     classes = {configs[decoder] for decoder in decoders if decoder in configs}
     return None if configs[kind] in classes else "it is not a causal decoder"
+
+
+def _attends_by_itself(kind: str) -> str | None:
+    """Return why a kind's decoder attends past the interface that tiers stand behind, or None.
+
+    A family that supports it says so on its base class, in the one file of its models.
+    """
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None or not kind.isidentifier():
+        return None
+    file = Path(spec.origin).parent / "models" / kind / f"modeling_{kind}.py"
+    try:
+        source = file.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+    has_base = re.search(r"^class \w+PreTrainedModel\(PreTrainedModel", source, re.MULTILINE)
+    return NO_INTERFACE if has_base and "_supports_attention_backend" not in source else None
 
 
 @lru_cache(maxsize=2)

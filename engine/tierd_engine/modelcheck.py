@@ -170,16 +170,17 @@ def number_problem(config: Mapping[str, Any]) -> str | None:
                 return f"{name} is {value!r}, must be a whole number"
             if not 1 <= value <= largest:
                 return f"{name} is {value}, must be 1 to {largest}"
-    heads, kv_heads = _first(config, HEADS), _first(config, KV_HEADS)
+    heads, kv_heads = first_number(config, HEADS), first_number(config, KV_HEADS)
     if heads and kv_heads and heads % kv_heads:
         return f"{kv_heads} KV heads do not divide {heads} attention heads"
-    hidden = _first(config, HIDDEN)
+    hidden = first_number(config, HIDDEN)
     if heads and hidden and config.get("head_dim") is None and hidden % heads:
         return f"{heads} attention heads do not divide a hidden size of {hidden}"
     return None
 
 
-def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+def first_number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    """Return the first of these fields that a config has."""
     values = (config.get(name) for name in names)
     return next((value for value in values if value is not None), None)
 

@@ -164,7 +164,8 @@ def _client(world: FakeWorld) -> ModuleType:
 
         def hint(self, session: str, **wish: Any) -> dict[str, Any]:
             world.hints.append((session, wish))
-            return {"hint_id": 7, "pages": 30, "estimated_seconds": 0.25, **world.ticket}
+            ticket = {"hint_id": 7, "pages": 30, "moving": 30, "estimated_seconds": 0.25}
+            return {**ticket, **world.ticket}
 
         def close(self) -> None:
             pass

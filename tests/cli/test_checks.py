@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from tierd.cli import checks
+from tierd.cli.app import build_app
 from tierd.errors import DaemonUnavailable, InvalidArgument, StorageError, UnsupportedModel
 
 DAEMON = ["--daemon", "/run/t.sock"]
@@ -56,6 +58,60 @@ def test_odd_values_are_refused_before_the_job(
     assert (outcome.code, outcome.out) == (2, "")
     assert words in outcome.err and outcome.err.count("\n") == 1
     assert world.specs == []
+
+
+BAD_VALUES = {
+    "--model": "", "--document": " ", "--prompt": "", "--context": "x", "--hot": "nan%",
+    "--warm": "nan", "--cold-dir": "", "--codec": "int3", "--plan": "far",
+    "--max-new-tokens": "nan", "--dtype": "int8", "--block-tokens": "48",
+    "--rope-scaling": "linear:nan", "--weights": "int3", "--device": "tpu", "--daemon": "",
+    "--resume": "foo", "--rejoin": "nan", "--socket": "", "--cold-cap": "1e9", "--config": "",
+    "--deadline": "inf", "--first-token": "-1", "--last-token": "x", "--confidence": "nan",
+    "--priority": "1.5",
+}  # fmt: skip
+
+
+def valued_options(verb: str) -> list[str]:
+    """Return the options of a verb that take a value."""
+    command = typer.main.get_command(build_app()).commands[verb]  # type: ignore[attr-defined]
+    return [
+        option
+        for parameter in command.params
+        for option in parameter.opts
+        if option.startswith("--") and not parameter.is_flag
+    ]
+
+
+@pytest.mark.parametrize(
+    ("verb", "option"),
+    [
+        (verb, option)
+        for verb in ("generate", "demo", "serve", "hint")
+        for option in valued_options(verb)
+    ],
+)
+def test_a_bad_value_is_named_before_what_is_missing(
+    tierd: Any, world: Any, verb: str, option: str
+) -> None:
+    outcome = tierd(verb, option, BAD_VALUES[option])
+    assert (outcome.code, outcome.out) == (2, "")
+    assert option in outcome.err and outcome.err.count("\n") == 1
+    assert BAD_VALUES[option].strip() in outcome.err
+    assert "issing" not in outcome.err and "give --document" not in outcome.err
+    assert world.models == world.sockets == []
+
+
+def test_a_bad_size_is_refused_before_a_folder_is_made(
+    tierd: Any, world: Any, tmp_path: Path
+) -> None:
+    for verb in ("serve", "demo"):
+        assert tierd(verb, "--cold-dir", str(tmp_path / "new"), "--warm", "nan").code == 2
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_number_that_is_none_or_out_of_range_is_said(tierd: Any) -> None:
+    assert "'--context': 'x' should be" in tierd("generate", "--context", "x").err
+    assert "'--max-new-tokens': '0' should be" in tierd("generate", "--max-new-tokens", "0").err
 
 
 @pytest.mark.parametrize(
@@ -137,6 +193,8 @@ def test_a_size_below_the_smallest_names_it() -> None:
     ("arguments", "words"),
     [
         (["serve", "--cold-cap", "1"], "--cold-cap 1 is too small"),
+        (["serve", "--cold-cap", "64KiB"], "the smallest that works is 1.0 MiB, and more where"),
+        (["serve", "--warm", "63KiB"], "the smallest that works is 64.0 KiB"),
         (["serve", "--warm", "x"], "--warm: 'x' is not a size"),
         (["serve", "--socket", ""], "--socket is empty"),
         (["serve", "--config", ""], "--config is empty"),

@@ -157,7 +157,7 @@ def test_a_hint_is_kept_open_until_its_deadline(
         "--json",
     )  # fmt: skip
     assert json.loads(outcome.out) == {
-        "version": 1, "hint_id": 7, "pages": 30, "estimated_seconds": 0.25,
+        "version": 1, "hint_id": 7, "pages": 30, "moving": 30, "estimated_seconds": 0.25,
     }  # fmt: skip
     ((session, wish),) = world.hints
     assert session == "abc"
@@ -176,6 +176,26 @@ def test_a_hint_says_which_of_its_pages_will_not_come_up_and_why(
     outcome = tierd("hint", "abc", "--deadline", "1s", "--daemon", "/run/t.sock")
     assert outcome.err == "tierd: about 1,200 pages will not come up: warm is full\n"
     assert "left cold" in outcome.out and "1200" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("ticket", "words"),
+    [
+        ({"pages": 0}, "nothing has to move, no page is cold"),
+        ({"pages": 30, "left_cold": 30, "why": "full"}, "nothing will move, there is no room"),
+    ],
+)
+def test_a_hint_of_which_nothing_moves_says_so_and_estimates_nothing(
+    tierd: Any, world: Any, monkeypatch: pytest.MonkeyPatch, ticket: dict[str, Any], words: str
+) -> None:
+    world.client_sessions = [{"id": "abc", "state": "suspended", "tokens": 512}]
+    world.ticket = {"moving": 0, "estimated_seconds": None, **ticket}
+    monkeypatch.setattr(hint.time, "sleep", lambda seconds: None)
+    command = ["hint", "abc", "--deadline", "1s", "--daemon", "/run/t.sock"]
+    outcome = tierd(*command)
+    assert words in outcome.out and "None" not in outcome.out
+    found = json.loads(tierd(*command, "--json").out)
+    assert found["moving"] == 0 and found["estimated_seconds"] is None
 
 
 def test_a_deadline_that_is_no_duration_is_a_usage_error(tierd: Any, world: Any) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from tests.engine.folders import tiny_folder, tiny_gguf
 from tierd.errors import InvalidArgument, TierdError, UnsupportedModel
-from tierd_engine import jobcheck
+from tierd_engine import hf, jobcheck
 from tierd_engine.ggufheader import read_integers
-from tierd_engine.jobcheck import Request, check_request
+from tierd_engine.jobcheck import Request, check_length, check_request
 
 TRAINED = 4096  # tokens; a token is a byte of text
 REQUEST = Request("word " * 200, "int8", None, 64, None)
@@ -124,6 +124,92 @@ def test_only_kinds_without_a_decoder_in_transformers_are_refused() -> None:
     assert len(refused) > 100
     assert not {kind for kind in refused if CONFIG_MAPPING_NAMES[kind] in decoders}
     assert not refused & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def later_refusal(path: Path, rope_scaling: str | None = None) -> str:
+    """Return what is said once torch and transformers are there."""
+    with pytest.raises(TierdError) as raised:
+        hf.model_shape(hf.load_config(path, rope_scaling))
+    return str(raised.value)
+
+
+def of_kind(folder: Path, tmp_path: Path, kind: str, **fields: Any) -> Path:
+    """Return a copy of a model whose config is a family's own, as transformers writes it."""
+    from transformers import AutoConfig
+
+    path = changed(folder, tmp_path)
+    (path / "config.json").unlink()
+    AutoConfig.for_model(kind, **fields).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("bloom", {}), ("falcon", {"alibi": True}), ("falcon", {"alibi": False}), ("mpt", {}),
+        ("gpt_neo", {}), ("stablelm", {}),
+    ],
+)  # fmt: skip
+def test_attention_of_its_own_is_refused_at_once_in_the_same_words(
+    folder: Path, tmp_path: Path, kind: str, fields: dict[str, Any]
+) -> None:
+    path = of_kind(folder, tmp_path, kind, **fields)
+    said = refusal(path)
+    assert "does not go through transformers' attention interface" in said
+    assert said == later_refusal(path)
+
+
+def test_only_kinds_whose_decoder_lacks_the_interface_are_refused_for_it() -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    refused = [kind for kind in NAMES if jobcheck._attends_by_itself(kind)]
+    assert len(refused) > 20
+    for kind in refused:
+        decoder = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(AutoConfig.for_model(kind)), None)
+        assert not getattr(decoder, "_supports_attention_backend", False), kind
+    assert jobcheck._attends_by_itself("unheard_of") is None
+    assert jobcheck._attends_by_itself("../llama") is None
+
+
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "gpt-sw3", "gpt_bigcode", "gptj", "codegen", "ctrl", "opt"]
+)
+def test_positions_that_cannot_be_scaled_are_refused_at_once_in_the_same_words(
+    folder: Path, tmp_path: Path, kind: str
+) -> None:
+    path = of_kind(folder, tmp_path, kind, max_position_embeddings=128)
+    shape = hf.model_shape(hf.load_config(path))
+    assert (shape.trained_tokens, shape.scales) == (128, False)
+    said = refusal(path, document="word", max_new_tokens=127)
+    with pytest.raises(InvalidArgument) as later:
+        check_length(128, 2, 127, is_least=True, scales=shape.scales)
+    assert said == str(later.value) and "--rope-scaling" not in said
+    assert refusal(path, rope_scaling="linear:4") == later_refusal(path, "linear:4")
+    check_request(str(path), replace(REQUEST, document="word", max_new_tokens=64))
+
+
+def test_a_family_whose_config_tells_of_scaling_passes(folder: Path, tmp_path: Path) -> None:
+    path = changed(folder, tmp_path, model_type="opt")
+    assert hf.model_shape(hf.load_config(path, "linear:4")).trained_tokens == 4 * TRAINED
+    check_request(str(path), replace(REQUEST, rope_scaling="linear:4", max_new_tokens=2 * TRAINED))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("mamba", "it has no attention"), ("bloom", "attention interface"), ("bert", "an encoder")],
+)
+def test_a_gguf_of_such_a_kind_is_refused_at_once(tmp_path: Path, kind: str, words: str) -> None:
+    path = tmp_path / "m.gguf"
+    data = tiny_gguf(path).read_bytes()
+    # An architecture of another length would move everything: the keys' names are changed alone.
+    key = b"llama.block_count"
+    name = kind.encode() + b".block_count"
+    old, new = (len(text).to_bytes(8, "little") + text for text in (key, name))
+    assert data.count(old) == 1
+    path.write_bytes(data.replace(old, new))
+    with pytest.raises(UnsupportedModel, match=f"model {kind}: .*{words}"):
+        check_request(str(path), REQUEST)
 
 
 def test_a_head_size_that_the_config_leaves_to_its_family_is_not_guessed(

@@ -155,6 +155,9 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _usage_message(error: typer.TyperException) -> str:
     message = str(error.format_message()).replace("Value error, ", "")
+    errors = getattr(error.__cause__, "errors", None)
+    if errors is not None:  # typer's own reader of numbers names the option, and not the value
+        message = message.replace("Input should", f"{errors()[0]['input']!r} should")
     return "no command is named." if message == "No such command ''." else message
 
 

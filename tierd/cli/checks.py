@@ -40,10 +40,20 @@ def text(option: str, value: str) -> str:
     return value
 
 
-def budget(option: str, value: str | None) -> str | None:
+def session(option: str, value: str) -> str:
+    """Return a session's id. Refuses what is none."""
+    from tierd.rpc.wire import session_number
+
+    named(option, value)
+    try:
+        session_number(value)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{option}: {error}") from None
+    return value
+
+
+def budget(option: str, value: str) -> str:
     """Return a tier's budget, in bytes or percent. Refuses more than the machine has."""
-    if value is None:
-        return None
     total = _memory_bytes()
     if _share(option, value, total) == 0 and option in _NEVER_EMPTY:
         raise InvalidArgument(f"{option} {value} holds nothing; leave it out for what works")
@@ -54,10 +64,8 @@ def budget(option: str, value: str | None) -> str | None:
     return value
 
 
-def size(option: str, value: str | None, *, smallest_bytes: int) -> int | None:
-    """Return a size in bytes, at least the smallest that works."""
-    if value is None:
-        return None
+def size(option: str, value: str, *, smallest_bytes: int, where: str = "") -> int:
+    """Return a size in bytes, at least the smallest that works (`where`, if not everywhere)."""
     try:
         found = parse_size(value)
     except InvalidArgument as error:
@@ -65,28 +73,24 @@ def size(option: str, value: str | None, *, smallest_bytes: int) -> int | None:
     if found < smallest_bytes:
         raise InvalidArgument(
             f"{option} {value} is too small; the smallest that works is "
-            f"{format_size(smallest_bytes)}"
+            f"{format_size(smallest_bytes)}{where}"
         )
     return found
 
 
-def block_tokens(value: int | None) -> int | None:
+def block_tokens(option: str, value: int) -> int:
     """Return the tokens of a block."""
-    if value is None:
-        return None
     is_power = value > 0 and value & (value - 1) == 0
     if not is_power or not BLOCK_TOKENS_MIN <= value <= BLOCK_TOKENS_MAX:
         raise InvalidArgument(
-            f"--block-tokens is {value}; it must be a power of two, "
+            f"{option} is {value}; it must be a power of two, "
             f"{BLOCK_TOKENS_MIN} to {BLOCK_TOKENS_MAX} tokens"
         )
     return value
 
 
-def rope_scaling(value: str | None) -> str | None:
+def rope_scaling(option: str, value: str) -> str:
     """Return KIND:FACTOR."""
-    if value is None:
-        return None
     kind, _, factor = value.partition(":")
     try:
         number = float(factor)
@@ -94,7 +98,7 @@ def rope_scaling(value: str | None) -> str | None:
         number = 0.0
     if kind not in ROPE_KINDS or not 1.0 <= number <= 1024.0:
         raise InvalidArgument(
-            f"--rope-scaling {value!r} is not understood; write linear:FACTOR or yarn:FACTOR, "
+            f"{option} {value!r} is not understood; write linear:FACTOR or yarn:FACTOR, "
             "with a factor of 1 to 1024"
         )
     return value

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.core import TyperCommand
 
-from tierd.cli import checks, options
+from tierd.cli import options
 from tierd.cli.terminal import print_json, print_table, versioned
 from tierd.units import format_size
 
@@ -38,7 +38,6 @@ def show(
     """Show every setting: default < TOML file < TIERD_SECTION__KEY."""
     from tierd.config import load_config, settings_of
 
-    checks.named("--config", config)
     rows = settings_of(load_config(config))
     if as_json:
         print_json(

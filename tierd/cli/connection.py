@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from tierd.cli import checks
-
 if TYPE_CHECKING:
     from tierd.client import Client
 
@@ -20,7 +18,6 @@ def connected(socket: str | None) -> Iterator[Client]:
     """
     from tierd.client import Client
 
-    checks.named("--daemon", socket)
     client = Client.connect(socket if socket is not None else _usual_socket(), kind="tool")
     try:
         yield client

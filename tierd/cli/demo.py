@@ -48,8 +48,7 @@ def demo(
     as_json: options.AsJson = False,
 ) -> None:
     """SmolLM2 reads CPython's language reference and answers, its KV over three tiers."""
-    checks.block_tokens(block_tokens)
-    checks.rope_scaling(rope_scaling)
+    placement = Placement(daemon, hot, warm, cold_dir)
     checks.device(device, weights)
 
     document = language_reference()
@@ -76,6 +75,5 @@ def demo(
 
     if not (quiet or as_json):
         warn(f"{MODEL} reads {DOCUMENT}, {context:,} tokens in all, and is asked: {QUESTION}")
-    placement = Placement(daemon, hot, warm, cold_dir)
     display = Display(as_json, quiet)
     raise typer.Exit(run_job_command(fields, placement, display))

@@ -42,7 +42,12 @@ PROBE_SECONDS_MAX = 60.0
 
 ColdDir = Annotated[
     str | None,
-    typer.Option("--cold-dir", metavar="DIR", help="Folder to check.  \\[default: cold.folder]"),
+    typer.Option(
+        "--cold-dir",
+        metavar="DIR",
+        callback=options.checked("--cold-dir", checks.named),
+        help="Folder to check.  \\[default: cold.folder]",
+    ),
 ]
 
 
@@ -68,9 +73,8 @@ def doctor(
     cold_dir: ColdDir = None, daemon: options.Daemon = None, as_json: options.AsJson = False
 ) -> None:
     """Check this machine: kernel features, memory, disk, packages. Prints the fix for each."""
-    folder = checks.named("--cold-dir", cold_dir)
-    checks.named("--daemon", daemon)
-    findings = list(_findings(None if folder is None else Path(folder).expanduser(), daemon))
+    folder = None if cold_dir is None else Path(cold_dir).expanduser()
+    findings = list(_findings(folder, daemon))
     if as_json:
         print_json(versioned(checks=[asdict(finding) for finding in findings]))
     else:

@@ -16,7 +16,14 @@ from tierd.errors import NotFound
 if TYPE_CHECKING:
     from tierd.disk.fsck import FsckReport
 
-Folder = Annotated[str, typer.Argument(metavar="FOLDER", help="The cold folder of a daemon.")]
+Folder = Annotated[
+    str,
+    typer.Argument(
+        metavar="FOLDER",
+        callback=options.checked("FOLDER", checks.named),
+        help="The cold folder of a daemon.",
+    ),
+]
 Rebuild = Annotated[
     bool,
     typer.Option(
@@ -37,7 +44,6 @@ def fsck(folder: Folder, rebuild: Rebuild = False, as_json: options.AsJson = Fal
     from tierd.disk import fsck as fscks
     from tierd.disk.posix import PosixDisk
 
-    checks.named("FOLDER", folder)
     place = Path(folder).expanduser()
     if not any((place / name).exists() for name in ("superblock", "journal")):
         raise NotFound(f"{folder}: there is no store here")

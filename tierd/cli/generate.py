@@ -17,13 +17,28 @@ Model = Annotated[
     typer.Option(
         "--model",
         metavar="DIR_OR_NAME",
+        callback=options.checked("--model", checks.named),
         help="A folder in Hugging Face layout, a .gguf file, or SmolLM2-135M-Instruct.",
     ),
 ]
 Document = Annotated[
-    str | None, typer.Option("--document", metavar="FILE", help="UTF-8 text, or - for stdin.")
+    str | None,
+    typer.Option(
+        "--document",
+        metavar="FILE",
+        callback=options.checked("--document", checks.named),
+        help="UTF-8 text, or - for stdin.",
+    ),
 ]
-Prompt = Annotated[str, typer.Option("--prompt", metavar="TEXT", help="What to do with it.")]
+Prompt = Annotated[
+    str,
+    typer.Option(
+        "--prompt",
+        metavar="TEXT",
+        callback=options.checked("--prompt", checks.text),
+        help="What to do with it.",
+    ),
+]
 Context = Annotated[
     int | None,
     typer.Option(
@@ -69,11 +84,8 @@ def generate(
         fixed = {"--document": document, "--context": context, "--codec": codec,
                  "--block-tokens": block_tokens}  # fmt: skip
         _refuse_with_resume(fixed)
-    checks.text("--prompt", prompt)
-    checks.block_tokens(block_tokens)
-    checks.rope_scaling(rope_scaling)
+    placement = Placement(daemon, hot, warm, cold_dir)
     checks.device(device, weights)
-    rejoin_seconds = checks.duration("--rejoin", rejoin)
     text = "" if resume is not None else _document_text(document)
 
     fields = dict(
@@ -97,10 +109,9 @@ def generate(
         keep=keep,
         resume=resume,
         drop=drop,
-        rejoin_seconds=rejoin_seconds,
+        rejoin_seconds=checks.duration("--rejoin", rejoin),
     )
 
-    placement = Placement(daemon, hot, warm, cold_dir)
     display = Display(as_json, quiet)
     raise typer.Exit(run_job_command(fields, placement, display))
 
@@ -108,10 +119,6 @@ def generate(
 def _check_session_options(
     daemon: str | None, *, keep: bool, resume: str | None, drop: bool
 ) -> None:
-    if checks.named("--resume", resume):
-        from tierd.rpc.wire import session_number
-
-        session_number(resume or "")
     if daemon is None and (keep or resume is not None):
         raise InvalidArgument("--keep and --resume need --daemon: a job's own daemon ends with it")
     if drop and resume is None:
@@ -132,4 +139,4 @@ def _refuse_with_resume(fixed: Mapping[str, object]) -> None:
 def _document_text(document: str | None) -> str:
     if document is None:
         raise InvalidArgument("give --document, or --resume a session that has read one")
-    return read_document(str(checks.named("--document", document)))
+    return read_document(document)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -14,14 +15,36 @@ from tierd.cli.streams import warn
 from tierd.cli.terminal import print_json, print_table, versioned
 from tierd.errors import InvalidArgument
 from tierd.types import SessionState
-from tierd.units import parse_duration
 
 DEADLINE_SECONDS_MAX = 3600.0  # as the daemon's
 PRIORITY_MAX = 2**31 - 1  # what the wire holds
 
-Session = Annotated[str, typer.Argument(metavar="SESSION", help="An id from `tierd sessions`.")]
+
+def _deadline_seconds(option: str, deadline: str) -> float:
+    seconds = checks.duration(option, deadline, longest_seconds=math.inf)
+    if not 0.0 < seconds <= DEADLINE_SECONDS_MAX:
+        raise InvalidArgument(
+            f"{option} {deadline} must be more than 0 s and at most {DEADLINE_SECONDS_MAX:g} s"
+        )
+    return seconds
+
+
+Session = Annotated[
+    str,
+    typer.Argument(
+        metavar="SESSION",
+        callback=options.checked("SESSION", checks.named),
+        help="An id from `tierd sessions`.",
+    ),
+]
 Deadline = Annotated[
-    str, typer.Option("--deadline", metavar="DURATION", help="Needed within: 2s, 250ms.")
+    str,
+    typer.Option(
+        "--deadline",
+        metavar="DURATION",
+        callback=options.checked("--deadline", _deadline_seconds),
+        help="Needed within: 2s, 250ms.",
+    ),
 ]
 First = Annotated[
     int,
@@ -68,8 +91,7 @@ def hint(
 
     The hint lives as long as this command: it runs until the deadline. Ctrl-C cancels the hint.
     """
-    checks.named("SESSION", session)
-    seconds = _deadline_seconds(deadline)
+    seconds = _deadline_seconds("--deadline", deadline)
     if last_token is not None and last_token < first_token:
         raise InvalidArgument(f"--last-token {last_token} comes before --first-token {first_token}")
     with connected(daemon) as client:
@@ -87,18 +109,6 @@ def hint(
         time.sleep(seconds)
 
 
-def _deadline_seconds(deadline: str) -> float:
-    try:
-        seconds = parse_duration(deadline)
-    except InvalidArgument as error:
-        raise InvalidArgument(f"--deadline: {error}") from None
-    if not 0.0 < seconds <= DEADLINE_SECONDS_MAX:
-        raise InvalidArgument(
-            f"--deadline {deadline} must be more than 0 s and at most {DEADLINE_SECONDS_MAX:g} s"
-        )
-    return seconds
-
-
 def _check_range(row: Mapping[str, Any], first_token: int) -> None:
     # A session that an engine has may grow; the daemon knows the length of a suspended one.
     if row["state"] == SessionState.SUSPENDED and first_token >= row["tokens"]:
@@ -112,11 +122,19 @@ def _show(ticket: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(versioned(**ticket))
         return
+    shown = {name: value for name, value in ticket.items() if name != "why"}
+    if not ticket["moving"]:
+        shown["estimated_seconds"] = _unmoved(ticket)
     rows = [
         (name.replace("_", " "), f"{value:.2f}" if isinstance(value, float) else str(value))
-        for name, value in ticket.items()
-        if name != "why"
+        for name, value in shown.items()
     ]
     print_table("Hint", ["", ""], rows, text_columns=2)
     if ticket.get("left_cold"):
         warn(f"about {ticket['left_cold']:,d} pages will not come up: {ticket['why']}")
+
+
+def _unmoved(ticket: Mapping[str, Any]) -> str:
+    if ticket["pages"]:
+        return "none: nothing will move, there is no room in warm"
+    return "none: nothing has to move, no page is cold"

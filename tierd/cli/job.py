@@ -35,19 +35,18 @@ class Placement:
     warm: str | None
     cold_dir: str | None
 
-    def check(self) -> None:
-        """Refuse what cannot work. Makes the cold folder, and calls on the daemon."""
-        checks.named("--daemon", self.daemon)
-        checks.budget("--hot", self.hot)
-        checks.budget("--warm", self.warm)
-        if self.daemon is None:
-            checks.cold_folder("--cold-dir", self.cold_dir)
-            return
+    def __post_init__(self) -> None:
         for option, value in (("--warm", self.warm), ("--cold-dir", self.cold_dir)):
-            if value is not None:
+            if self.daemon is not None and value is not None:
                 raise InvalidArgument(
                     f"{option} and --daemon exclude each other: the daemon's own settings hold"
                 )
+
+    def check(self) -> None:
+        """Refuse what cannot work. Makes the cold folder, and calls on the daemon."""
+        if self.daemon is None:
+            checks.cold_folder("--cold-dir", self.cold_dir)
+            return
         from tierd.client import Client
 
         Client.connect(self.daemon, kind="tool").close()

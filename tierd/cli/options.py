@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
+from tierd.cli import checks
 from tierd.errors import InvalidArgument
 from tierd.layercodecs import CODEC_NAMES, parse_codec_choice
 
 TOKENS_MAX = 2**31 - 1  # a thousand times the longest context of any model
 CONTEXT_MIN = 2  # a token of the document and one of the prompt
+
+
+def checked(option: str, check: Callable[[str, Any], object]) -> Callable[[Any], Any]:
+    """Return a callback that has `check(option, value)` refuse what was given.
+
+    It is called as the value is read: what is wrong is named before what is missing, and before
+    a verb has done anything.
+    """
+
+    def refuse(value: Any) -> Any:
+        if value is not None:
+            check(option, value)
+        return value
+
+    return refuse
 
 
 class PlanName(enum.StrEnum):
@@ -51,6 +68,7 @@ Hot = Annotated[
     typer.Option(
         "--hot",
         metavar="SIZE",
+        callback=checked("--hot", checks.budget),
         help="Hot tier: bytes, or percent of the KV.  \\[default: 25%, or the least that works]",
     ),
 ]
@@ -59,6 +77,7 @@ Warm = Annotated[
     typer.Option(
         "--warm",
         metavar="SIZE",
+        callback=checked("--warm", checks.budget),
         help="Warm tier: bytes, or percent of the KV.  \\[default: 25%, or the least that works]",
     ),
 ]
@@ -67,6 +86,7 @@ ColdDir = Annotated[
     typer.Option(
         "--cold-dir",
         metavar="DIR",
+        callback=checked("--cold-dir", checks.named),
         help="Folder for what hot and warm do not hold; made if its parent is there.  "
         "\\[default: /var/tmp]",
     ),
@@ -131,6 +151,7 @@ Resume = Annotated[
     typer.Option(
         "--resume",
         metavar="SESSION",
+        callback=checked("--resume", checks.session),
         help="Ask more of a kept session, with --prompt and without --document. It is kept "
         "again, with the answer; as it was, if the job fails.",
     ),
@@ -143,6 +164,7 @@ Rejoin = Annotated[
     typer.Option(
         "--rejoin",
         metavar="DURATION",
+        callback=checked("--rejoin", checks.duration),
         help="How long to wait for the next daemon when the job's has died.",
     ),
 ]
@@ -156,6 +178,7 @@ BlockTokens = Annotated[
     typer.Option(
         "--block-tokens",
         metavar="N",
+        callback=checked("--block-tokens", checks.block_tokens),
         help="Tokens of a block, a power of two.  \\[default: up to 256]",
     ),
 ]
@@ -164,6 +187,7 @@ RopeScaling = Annotated[
     typer.Option(
         "--rope-scaling",
         metavar="KIND:FACTOR",
+        callback=checked("--rope-scaling", checks.rope_scaling),
         help="Go beyond the trained length: linear:FACTOR or yarn:FACTOR.",
     ),
 ]
@@ -184,7 +208,12 @@ Device = Annotated[
 ]
 JobDaemon = Annotated[
     str | None,
-    typer.Option("--daemon", metavar="SOCKET", help="Use this daemon, not one of the job's own."),
+    typer.Option(
+        "--daemon",
+        metavar="SOCKET",
+        callback=checked("--daemon", checks.named),
+        help="Use this daemon, not one of the job's own.",
+    ),
 ]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="The answer's text only: no progress, no tables.")
@@ -192,8 +221,19 @@ Quiet = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Daemon = Annotated[
     str | None,
-    typer.Option("--daemon", metavar="SOCKET", help="The daemon's socket, if not the usual one."),
+    typer.Option(
+        "--daemon",
+        metavar="SOCKET",
+        callback=checked("--daemon", checks.named),
+        help="The daemon's socket, if not the usual one.",
+    ),
 ]
 ConfigFile = Annotated[
-    str | None, typer.Option("--config", metavar="FILE", help="A TOML file of settings.")
+    str | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        callback=checked("--config", checks.named),
+        help="A TOML file of settings.",
+    ),
 ]

@@ -12,23 +12,47 @@ from typing import Annotated, Any
 import typer
 
 from tierd.cli import checks, interrupts, options
+from tierd.config import COLD_CAP_BYTES_MIN
 from tierd.errors import StorageError
 from tierd.units import KIB
 
 # Less than this holds hardly a block of the smallest model.
-BUDGET_BYTES_MIN = 64 * KIB
+WARM_BYTES_MIN = 64 * KIB
+
+
+def _warm_bytes(option: str, value: str) -> int:
+    return checks.size(option, value, smallest_bytes=WARM_BYTES_MIN)
+
+
+def _cap_bytes(option: str, value: str) -> int:
+    more = ", and more where the folder holds pages"
+    return checks.size(option, value, smallest_bytes=COLD_CAP_BYTES_MIN, where=more)
+
 
 Socket = Annotated[
-    str | None, typer.Option("--socket", metavar="PATH", help="Where clients connect.")
+    str | None,
+    typer.Option(
+        "--socket",
+        metavar="PATH",
+        callback=options.checked("--socket", checks.named),
+        help="Where clients connect.",
+    ),
 ]
 WarmBudget = Annotated[
-    str | None, typer.Option("--warm", metavar="SIZE", help="Warm tier in all, e.g. 4GiB.")
+    str | None,
+    typer.Option(
+        "--warm",
+        metavar="SIZE",
+        callback=options.checked("--warm", _warm_bytes),
+        help="Warm tier in all, e.g. 4GiB.",
+    ),
 ]
 ColdDir = Annotated[
     str | None,
     typer.Option(
         "--cold-dir",
         metavar="DIR",
+        callback=options.checked("--cold-dir", checks.named),
         help="Folder of the cold tier; made if its parent is there.",
     ),
 ]
@@ -37,6 +61,7 @@ ColdCap = Annotated[
     typer.Option(
         "--cold-cap",
         metavar="SIZE",
+        callback=options.checked("--cold-cap", _cap_bytes),
         help="Cold tier at most, e.g. 100GiB.  \\[default: 90% of what is free]",
     ),
 ]
@@ -55,15 +80,14 @@ def serve(
     """
     folder = checks.cold_folder("--cold-dir", cold_dir)
     settings: dict[str, Any] = {
-        "service.socket": checks.named("--socket", socket),
-        "warm.budget_bytes": checks.size("--warm", warm, smallest_bytes=BUDGET_BYTES_MIN),
+        "service.socket": socket,
+        "warm.budget_bytes": None if warm is None else _warm_bytes("--warm", warm),
         "cold.folder": None if folder is None else str(folder),
-        "cold.cap_bytes": checks.size("--cold-cap", cold_cap, smallest_bytes=BUDGET_BYTES_MIN),
+        "cold.cap_bytes": None if cold_cap is None else _cap_bytes("--cold-cap", cold_cap),
     }
     if folder is None and config is None:
         _make_usual_folder()
     given = {name: value for name, value in settings.items() if value is not None}
-    checks.named("--config", config)
     from tierd.config import load_config
     from tierd.daemon import Daemon
 

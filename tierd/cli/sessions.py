@@ -27,7 +27,12 @@ COLUMNS = {
 
 Drop = Annotated[
     str | None,
-    typer.Option("--drop", metavar="SESSION", help="End this suspended session: it is gone."),
+    typer.Option(
+        "--drop",
+        metavar="SESSION",
+        callback=options.checked("--drop", checks.named),
+        help="End this suspended session: it is gone.",
+    ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="With --drop: yes, for good.")]
 
@@ -39,7 +44,6 @@ def sessions(
     yes: Yes = False,
 ) -> None:
     """List a daemon's sessions, or drop one that it keeps."""
-    checks.named("--drop", drop)
     if yes and drop is None:
         raise InvalidArgument("--yes goes with --drop SESSION")
     with connected(daemon) as client:

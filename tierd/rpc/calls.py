@@ -62,11 +62,13 @@ def hint_request(
 
 
 def ticket_to_dict(ticket: Any) -> dict[str, Any]:
-    """Return a hint's ticket as plain values."""
+    """Return a hint's ticket as plain values; of a hint that moves nothing there is no estimate."""
+    moving = max(0, ticket.pages - ticket.left_cold)
     return {
         "hint_id": ticket.hint_id,
         "pages": ticket.pages,
-        "estimated_seconds": ticket.estimated_seconds,
+        "moving": moving,
+        "estimated_seconds": ticket.estimated_seconds if moving else None,
         "left_cold": ticket.left_cold,
         "why": ticket.why,
     }

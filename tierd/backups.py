@@ -1,0 +1,87 @@
+"""Backups: a kept session that found no room on disk is copied there once there is some.
+
+    in RAM only → all of it copied → flushed, with sync → kept
+
+Invariants:
+  nothing is dropped for it, and nothing copied while not all of the session finds room
+  a session is in RAM only, whatever has been copied, until the flush that was synced has returned
+  with the disk failing, and without room, there is one try in AGAIN_SECONDS
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tierd.flusher import Flusher, Group
+from tierd.memory.slabs import SlabPool
+from tierd.sessions import Session
+from tierd.store import Store
+from tierd.types import PageKey, Tier
+
+# A try that the disk refuses holds the mover up for a second: that is a tenth of the time at most.
+AGAIN_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Backup:
+    """A session all of which is copied, and which waits for the sync."""
+
+    session: Session
+
+
+class Backups:
+    """The sessions of one store that are in RAM only. `on_kept` is told of each that is no more."""
+
+    def __init__(self, store: Store, flusher: Flusher) -> None:
+        self.on_kept: Callable[[Session], None] = lambda session: None
+        self._store = store
+        self._flusher = flusher
+        self._syncing: Backup | None = None
+        self._again_at_seconds = float("-inf")
+
+    def next_keys(self, now_seconds: float, *, troubled: bool) -> list[PageKey]:
+        """Return pages to copy now, of one session; asks for a session's sync once it has none.
+
+        `troubled`: the disk failed last, so that these may be all for a while.
+        """
+        keeper = self._store.keeper
+        if not keeper.ram_only or now_seconds < self._again_at_seconds:
+            return []
+        if troubled:
+            self._again_at_seconds = now_seconds + AGAIN_SECONDS
+        for session in keeper.ram_only.values():
+            unbacked = keeper.unbacked(session)
+            waiting = [key for key in unbacked if key not in self._store.placement.moving]
+            if waiting and self._has_room(session, waiting):
+                return waiting
+            if len(waiting) < len(unbacked):
+                return []  # the rest is on its way
+            if not unbacked and self._syncing is None:
+                self._syncing = Backup(session)
+                self._flusher.add_waiter(self._syncing)
+        if self._syncing is None:
+            self._again_at_seconds = now_seconds + AGAIN_SECONDS
+        return []
+
+    def settle(self, group: Group, now_seconds: float) -> None:
+        """Take in a flush: the session that waited for it is kept, or waits on."""
+        backup = self._syncing
+        if backup is None or backup not in group.waiters:
+            return
+        self._syncing = None
+        if group.error is not None:
+            self._again_at_seconds = now_seconds + AGAIN_SECONDS
+        elif self._store.keeper.ram_only.get(backup.session.number) is backup.session:
+            self._store.keeper.on_disk(backup.session)
+            self.on_kept(backup.session)
+
+    def _has_room(self, session: Session, keys: list[PageKey]) -> bool:
+        placement = self._store.placement
+        needs: Counter[SlabPool] = Counter()
+        for key in keys:
+            page = session.index.get(key.layer, key.block)
+            assert page is not None, f"{key} is in RAM alone and in no tier"
+            needs[placement.pool(Tier.COLD, session, page.place.codec)] += 1
+        return placement.pools[Tier.COLD].make_room(needs)
