@@ -15,6 +15,7 @@ from tierd_engine.fewrows import LeanModule
 from tierd_engine.rowproduct import FEW_ROWS_MAX, KINDS
 
 _EPSILON_NAMES = ("variance_epsilon", "eps")
+_ROWS_MAX = 32 * FEW_ROWS_MAX  # norms of queries and keys have a row a head
 _TRIAL_ROWS = 8
 # PyTorch's float32 is up to 4 units of 2^-24 off, ours 2. Of bfloat16 a last place, and only
 # where a sum lay on the edge: a formula with another order of rounding differs in a third of the
@@ -41,7 +42,7 @@ class FewRowsNorm(LeanModule):
         """Return the rows of x [..., width], normalised."""
         rows = x.numel() // self._width
         if (
-            rows > FEW_ROWS_MAX * _HEADS
+            rows > _ROWS_MAX
             or x.dtype is not self._dtype
             or not x.is_cpu
             or torch.is_grad_enabled()
@@ -58,9 +59,6 @@ class FewRowsNorm(LeanModule):
     def extra_repr(self) -> str:
         """Return what PyTorch prints in the brackets."""
         return f"{self._width}, eps={self._epsilon}"
-
-
-_HEADS = 32  # norms of queries and keys have a row a head
 
 
 def replace_norms(model: Any) -> int:
