@@ -115,11 +115,11 @@ def check_slots(
 ) -> npt.NDArray[np.bool_]:
     """Return which of the slots at [pages] addresses hold the pages of `rows`, header and payload.
 
-    `stored_bytes`: of each page's payload.
-    Row i takes the device digest that its slot says, or that it has none, and is sealed: nobody
-    knows that digest but the slot, and where the slot is sound the header's checksum says that it
-    is right. The caller keeps the slots mapped and unchanged meanwhile. The interpreter's lock is
-    free where Numba is installed; the first call in a process takes the time to load it.
+    `stored_bytes`: [pages], of their payloads. Row i takes the device digest that its slot says,
+    or that it has none, and is sealed: nobody knows that digest but the slot, and where the slot
+    is sound the header's checksum says that it is right. The caller keeps the slots mapped and
+    unchanged meanwhile. The interpreter's lock is free where Numba is installed; the first call in
+    a process takes the time to load it.
     """
     if (kernels := _kernels()) is None:
         return _check_in_python(rows, slots, stored_bytes)
