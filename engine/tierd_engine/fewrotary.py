@@ -3,6 +3,8 @@
 transformers' models call a function of their module, `apply_rotary_pos_emb`. While a step of ours
 runs, a function stands there that turns one token's queries and keys itself, and gives everything
 else to the one it stands for. It stands only where both gave the same bits for random rows.
+
+Invariant: after the last of overlapping steps, of any threads, the model's own function is there.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from tierd_engine.attention.rotary import compiled_rotary
 from tierd_engine.rowproduct import KINDS
 
 NAME = "apply_rotary_pos_emb"
+_STANDS_FOR = "stands_for"  # an attribute of ours
 _TRIAL_HEADS, _TRIAL_KV_HEADS = 4, 2
 Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -30,9 +33,10 @@ class FewRowsRotary:
         self._module = _module_of(model)
         self._ours: Rotation | None = None
         if self._module is not None:
-            own: Rotation = getattr(self._module, NAME)
-            ours = _standing_for(own)
-            if all(_agree(own, ours, dtype) for dtype in KINDS):
+            there: Rotation = getattr(self._module, NAME)
+            self._own = getattr(there, _STANDS_FOR, there)  # ours, in another thread's step
+            ours = _standing_for(self._own)
+            if all(_agree(self._own, ours, dtype) for dtype in KINDS):
                 self._ours = ours
 
     @property
@@ -46,12 +50,11 @@ class FewRowsRotary:
         if self._ours is None:
             yield
             return
-        own = getattr(self._module, NAME)
         setattr(self._module, NAME, self._ours)
         try:
             yield
         finally:
-            setattr(self._module, NAME, own)
+            setattr(self._module, NAME, self._own)
 
 
 def _module_of(model: Any) -> ModuleType | None:
@@ -87,6 +90,7 @@ def _standing_for(own: Rotation) -> Rotation:
         )  # fmt: skip
         return out[:, :heads], out[:, heads:]
 
+    setattr(apply_rotary_pos_emb, _STANDS_FOR, own)
     return apply_rotary_pos_emb
 
 

@@ -88,6 +88,19 @@ def test_outside_a_step_and_after_an_error_in_one_the_models_own_stands(counted)
     assert modeling_llama.apply_rotary_pos_emb is before
 
 
+def test_after_steps_that_overlap_the_models_own_stands(counted):
+    rotary, _ = counted
+    before = modeling_llama.apply_rotary_pos_emb
+    first = rotary.inside()
+    first.__enter__()
+    other = FewRowsRotary(model_of(modeling_llama))
+    second = other.inside()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert modeling_llama.apply_rotary_pos_emb is before
+
+
 @pytest.mark.parametrize("own", [
     lambda q, k, cos, sin: (q * cos + q * sin, k * cos + k * sin),  # other pairs
     lambda x, freqs: x,  # another signature
