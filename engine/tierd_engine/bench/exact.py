@@ -35,7 +35,11 @@ HOT_BUDGETS = ("25%", "10%", SMALLEST)
 
 @dataclass(frozen=True, slots=True)
 class ExactCell:
-    """One context, hot budget and plan: what was compared."""
+    """One context, hot budget and plan: what was compared.
+
+    `off_steps`: the steps whose logits are beyond the limit. One alone was computed wrong; from
+    one on to the end, it is the KV that is wrong. `recomputed_tokens`: after pages were lost.
+    """
 
     context_tokens: int
     hot: str
@@ -46,6 +50,8 @@ class ExactCell:
     tokens_identical: bool
     logit_difference_max: float
     seconds: float
+    off_steps: tuple[int, ...] = ()
+    recomputed_tokens: int = 0
 
     @property
     def holds(self) -> bool:
@@ -126,16 +132,18 @@ def _cell(
     ) as kv:  # fmt: skip
         generator = Generator(model, kv)
         logits = generator.feed(reference.prompt)
-        difference, identical = 0.0, True
+        differences, identical = [], True
         for i, (token, expected) in enumerate(zip(reference.tokens, reference.logits, strict=True)):
-            difference = max(difference, float((logits - expected).abs().max()))
+            differences.append(float((logits - expected).abs().max()))
             identical &= int(logits.argmax()) == token
             if i + 1 < NEW_TOKENS:
                 logits = generator.feed([token])
         kv.check_integrity()
         return ExactCell(
             len(reference.prompt), hot, str(plan), sizes.block_tokens, kv.arena.budget_bytes,
-            kv.arena.peak_bytes, identical, difference, time.perf_counter() - start,
+            kv.arena.peak_bytes, identical, max(differences), time.perf_counter() - start,
+            tuple(i for i, d in enumerate(differences) if d >= LOGIT_DIFFERENCE_MAX),
+            generator.recomputed_tokens,
         )  # fmt: skip
 
 
@@ -144,7 +152,7 @@ def _line(cell: ExactCell) -> str:
         f"{cell.context_tokens:8d} {cell.hot:>9} {cell.plan:>7} {cell.block_tokens:6d} "
         f"{cell.hot_peak_bytes:>12d} {cell.hot_budget_bytes:>12d} "
         f"{'yes' if cell.tokens_identical else 'NO':>9} {cell.logit_difference_max:10.2e} "
-        f"{cell.seconds:7.1f}  {'ok' if cell.holds else 'FAILS'}"
+        f"{cell.seconds:7.1f}  {'ok' if cell.holds else f'FAILS at steps {cell.off_steps}'}"
     )
 
 
