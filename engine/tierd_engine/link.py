@@ -73,9 +73,16 @@ class DaemonLink:
             except DeadlineExceeded:
                 if not repeatable or time.monotonic() >= give_up_at:
                     raise
-            except DaemonUnavailable:
-                if not self._wait(give_up_at):
+            except DaemonUnavailable as error:
+                if self._wait(give_up_at):
+                    continue
+                if not self._client.lost:
                     raise
+                raise DaemonUnavailable(
+                    f"the daemon at {self._client.socket} is gone, and no next one came within "
+                    f"{self.rejoin_seconds:g} s: the job ends. A session that was kept is as it "
+                    "was kept"
+                ) from error
 
     def _wait(self, give_up_at: float) -> bool:
         """Wait for a daemon and hand over; say whether there is one before `give_up_at`."""

@@ -61,8 +61,8 @@ class NotKept(TierdError):
             said += f". Session {name} " + (
                 "stays as it was kept before this job"
                 if resumed
-                else "is kept in the daemon's memory alone, what of it is not on disk: once there "
-                f"is room, generate --resume {name} keeps it; or --drop it"
+                else "is kept in the daemon's memory alone, what of it is not on disk: the daemon "
+                "keeps it by itself once there is room"
             )
         super().__init__(said)
         self.report = report
