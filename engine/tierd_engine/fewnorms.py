@@ -43,6 +43,7 @@ class FewRowsNorm(LeanModule):
         rows = x.numel() // self._width
         if (
             rows > _ROWS_MAX
+            or x.shape[-1] != self._width
             or x.dtype is not self._dtype
             or not x.is_cpu
             or torch.is_grad_enabled()

@@ -5,11 +5,13 @@ layer that is replaced, not a copy; sums are float32, the result is rounded once
 Takes and returns what the layer did, to within the order of a sum.
 
 Layers that are called with one and the same tensor, one after the other (queries, keys and
-values; gate and up), are sisters from then on: the first one's call multiplies for all.
+values; gate and up), are sisters from then on: the first one's call multiplies for all. That the
+object is the same says that the numbers are: no model writes into what it gave to a linear layer,
+which PyTorch keeps for the gradient (in inference it counts no writes that could be looked at).
 
 Invariants:
   what was made for a sister is given to it for that tensor object alone, once
-  a call knows its sisters from one look at `_Chain.seen`: another thread's are of another tensor
+  a call knows its sisters from one look at `Chain.seen`: another thread's are of another tensor
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class LeanModule(torch.nn.Module):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return `forward(x)`."""
-        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks:
+        hooks = self._forward_hooks or self._forward_pre_hooks
+        if hooks or self._backward_hooks or self._backward_pre_hooks:
             hooked: torch.Tensor = super().__call__(x)
             return hooked
         return self.forward(x)

@@ -66,8 +66,8 @@ class Factor:
 class RowProducts:
     """x W^T + bias of the same few rows x in `dtype`, bfloat16 or float32, by each of `factors`.
 
-    Weights are all in `dtype`, or all int8 with scales, and of one width. They may move, but not
-    change shape or dtype; scales and biases are copied.
+    Weights are all in `dtype`, or all int8 with scales, and of one width. A parameter's data may
+    move, but not change shape or dtype; scales and biases are copied.
     """
 
     def __init__(self, factors: Sequence[Factor], dtype: torch.dtype) -> None:
@@ -99,10 +99,12 @@ class RowProducts:
     def rows_of(self, x: torch.Tensor) -> int:
         """Return how many rows x [..., width] has, if few, in RAM, and no gradient is wanted; or 0.
 
-        Those are taken.
+        Those are taken. Rows of another width are PyTorch's, to refuse.
         """
         rows = x.numel() // self._width
         if rows > FEW_ROWS_MAX or x.dtype is not self.dtype or not x.is_cpu:
+            return 0
+        if x.shape[-1] != self._width:
             return 0
         return 0 if torch.is_grad_enabled() else rows
 

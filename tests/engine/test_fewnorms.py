@@ -99,3 +99,11 @@ def test_hooks_are_called():
     model["norm"].register_forward_hook(lambda module, args, out: seen.append(out))
     with torch.inference_mode():
         assert model["norm"](torch.randn(1, 16)) is seen[0]
+
+
+def test_rows_of_another_width_are_refused_as_the_module_does():
+    model = make(LlamaRMSNorm, 16, torch.float32)
+    replace_norms(model)
+    for width in (8, 24, 32):
+        with torch.inference_mode(), pytest.raises(RuntimeError, match="size"):
+            model["norm"](torch.randn(2, width))

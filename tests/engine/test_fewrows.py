@@ -137,6 +137,11 @@ def alone(model: Branches) -> Branches:
     return other
 
 
+def assert_same_bits(model: Branches, other: Branches, x: torch.Tensor) -> None:
+    for found, expected in zip(model(x), other(x), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sisters_give_the_bits_that_each_gives_alone(dtype):
     model = Branches(dtype)
@@ -145,8 +150,7 @@ def test_sisters_give_the_bits_that_each_gives_alone(dtype):
     with torch.inference_mode():
         for _ in range(4):
             x = torch.randn(1, 64).to(dtype)
-            for found, expected in zip(model(x), other(x), strict=True):
-                assert torch.equal(found, expected)
+            assert_same_bits(model, other, x)
     assert [len(getattr(model, name).sisters) for name in "qkvo"] == [3, 0, 0, 0]
 
 
@@ -173,8 +177,7 @@ def test_a_sister_that_is_not_called_costs_once_and_gets_nothing_stale():
                 {"v"} if step % 4 == 1 else {"q"} if step % 4 == 3 else set()
             )
             x = torch.randn(1, 64)
-            for found, expected in zip(model(x), other(x), strict=True):
-                assert torch.equal(found, expected)
+            assert_same_bits(model, other, x)
 
 
 def test_a_tensor_that_is_filled_anew_between_steps_is_read_anew():
@@ -187,8 +190,7 @@ def test_a_tensor_that_is_filled_anew_between_steps_is_read_anew():
         for step in range(6):
             model.skipped = other.skipped = {"v"} if step % 2 else set()
             x.copy_(torch.randn(1, 64))
-            for found, expected in zip(model(x), other(x), strict=True):
-                assert torch.equal(found, expected)
+            assert_same_bits(model, other, x)
 
 
 def test_threads_that_share_a_model_get_their_own_products():
@@ -211,3 +213,10 @@ def test_threads_that_share_a_model_get_their_own_products():
     for thread in threads:
         thread.join(timeout=60)
     assert not wrong
+
+
+def test_rows_of_another_width_are_refused_as_pytorch_does():
+    layer = make(64, 32, torch.float32)
+    for width in (32, 48, 96):
+        with torch.inference_mode(), pytest.raises(RuntimeError, match="shapes"):
+            layer(torch.randn(1, width))
