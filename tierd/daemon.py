@@ -266,7 +266,7 @@ class Daemon:
             for cap_bytes in found:
                 if isinstance(ledger, Ledger):
                     room_bytes = cap_bytes // MANIFESTS_PER_CAP
-                    ledger.manifest_bytes_max = max(ledger.manifest_bytes_max, room_bytes)
+                    ledger.manifests.bytes_max = max(ledger.manifests.bytes_max, room_bytes)
                 slabs_bytes = cap_bytes - metadata_bytes(cap_bytes, self._segment_bytes)
                 budget.limit_bytes = max(budget.limit_bytes, slabs_bytes)
             found.clear()

@@ -4,12 +4,13 @@
                         flushed → written down once more → suspended
 
 A flush takes in all that was recorded before it: the moves of several batches,
-drops, and the sessions that wait to be durable. One runs at a time, in a lane;
-under load the next group gathers meanwhile, so that no timer is needed.
+drops, and the sessions that wait to be durable, or gone for good. One runs at a
+time, in a lane; under load the next group gathers meanwhile, so that no timer is
+needed. While the ledger waits for space, sessions' ends are noted in its stead.
 
 Invariants:
   a group's moves and arrivals are handed back exactly once, with the flush's error or none
-  a session is durable when a flush with `sync` that began after its record has returned
+  a session is durable, or gone, when a flush with `sync` that began after its record has returned
   at most one flush or snapshot is under way
 """
 
@@ -52,6 +53,21 @@ class Arrival:
 
 
 @dataclass(slots=True, eq=False)
+class SessionEnd:
+    """A kept session that is to be no more, and who waits for that to be durable.
+
+    `engine_id` None: an operator ends it. `ended`: here it is gone, and the ledger was told.
+    `error`: why its end could not be noted while the ledger waits.
+    """
+
+    number: int
+    engine_id: int | None
+    answer: asyncio.Future[None]
+    ended: bool = False
+    error: StorageError | None = None
+
+
+@dataclass(slots=True, eq=False)
 class Group:
     """What one flush makes durable, and what came of it."""
 
@@ -59,13 +75,14 @@ class Group:
     arrivals: list[Arrival] = field(default_factory=list)
     waiters: list[Suspending] = field(default_factory=list)
     recorded: list[asyncio.Future[None]] = field(default_factory=list)
+    ends: list[SessionEnd] = field(default_factory=list)
     error: StorageError | None = None
     began_seconds: float = 0.0
 
     @property
     def is_wanted(self) -> bool:
         """Whether somebody waits for it."""
-        return bool(self.moves or self.arrivals or self.waiters or self.recorded)
+        return bool(self.moves or self.arrivals or self.waiters or self.recorded or self.ends)
 
 
 class Flusher:
@@ -102,6 +119,10 @@ class Flusher:
         """Let `answer` be set once the next group is written, or could not be."""
         self._next.recorded.append(answer)
 
+    def add_end(self, end: SessionEnd) -> None:
+        """Let the next group be synced, or note the end while the ledger waits."""
+        self._next.ends.append(end)
+
     def overdue(self, now_seconds: float, limit_seconds: float) -> bool:
         """Say whether a flush has gone on for longer than `limit_seconds`."""
         flying = self._flying
@@ -122,7 +143,7 @@ class Flusher:
         if self._flying is not None:
             return False
         if self._ledger.failed:
-            return self._begin_start(now_seconds)
+            return self._begin_notes(now_seconds) or self._begin_start(now_seconds)
         idle = now_seconds >= self._flushed_seconds + LINGER_SECONDS
         snapshot = self._ledger.snapshot_due and now_seconds >= self._snapshot_after_seconds
         lingering = idle and (self._ledger.dirty or snapshot)
@@ -137,6 +158,14 @@ class Flusher:
         self._flying = group
         self._lanes.begin(lambda: self._flush(group), lambda: self._land(group))
 
+    def _begin_notes(self, now_seconds: float) -> bool:
+        """Note ends of sessions where no record can be written."""
+        if not self._ledger.waiting or not self._next.ends:
+            return False
+        group, self._next.ends = Group(ends=self._next.ends), []
+        self._fly(group, now_seconds)
+        return True
+
     def _begin_start(self, now_seconds: float) -> bool:
         """Try whether the disk has room by now for what the ledger needs to begin."""
         again = now_seconds >= self._flushed_seconds + START_AGAIN_SECONDS
@@ -146,18 +175,35 @@ class Flusher:
         return False
 
     def refuse(self) -> None:
-        """Hand back what waits, with the reason: the ledger has failed, or waits for space."""
-        if self._ledger.failed and self._next.is_wanted:
-            group, self._next = self._next, Group()
+        """Hand back what waits, with the reason: the ledger has failed, or waits for space.
+
+        Sessions' ends can be noted while it waits.
+        """
+        if not self._ledger.failed:
+            return
+        group, self._next = self._next, Group()
+        if self._ledger.waiting:
+            self._next.ends, group.ends = group.ends, []
+        if group.is_wanted:
             kind = StorageFull if self._ledger.waiting else StorageError
             group.error = kind(self._ledger.failed)
             self._landed.append(group)
 
+    def _note_ends(self, group: Group) -> None:
+        for end in group.ends:
+            try:
+                self._ledger.forget(end.number)
+            except StorageError as error:
+                end.error = error
+
     def _flush(self, group: Group) -> None:
+        if group.ends and self._ledger.waiting:
+            self._note_ends(group)
+            return
         try:
             if group.waiters:
                 self._files.sync()
-            self._ledger.flush(sync=bool(group.waiters))
+            self._ledger.flush(sync=bool(group.waiters or group.ends))
         except StorageError as error:
             if group.is_wanted or not self._ledger.waiting:
                 group.error = error

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
+from tierd.acknowledging import Acknowledgements
 from tierd.backups import Backups
 from tierd.carry import Batch
 from tierd.demotions import DemotionPlan, RoomNeeded
@@ -54,7 +55,6 @@ TICK_SECONDS = 0.05
 BATCH_BYTES = 4 << 20
 SLOWEST_BYTES_PER_SECOND = 64 << 20
 IO_DEADLINE_SECONDS = 10.0  # 160 times a batch's time on the slowest disk
-RECORD_SECONDS = 1.0  # a write to the page cache takes well under a millisecond
 RETRY_SECONDS = 1.0  # after an I/O error: a disk that is full or failing gets one try a second
 STOP_SECONDS = 2.0  # 32 batches on the slowest disk; what hangs longer is left to its thread
 BANDWIDTH_WEIGHT = 0.2  # of the newest batch: about the last 5 count
@@ -78,6 +78,7 @@ class Mover:
         self._stopping = False
         self._flusher = Flusher(store.ledger, store.placement.cold_files, lanes, self.wake)
         self.backups = Backups(store, self._flusher)
+        self.acks = Acknowledgements(store, self._flusher, self._waiters, self.wake)
 
     # -- life -----------------------------------------------------------------------
     async def run(self) -> None:
@@ -196,19 +197,6 @@ class Mover:
         self._waiters.parks.append(ParkWaiter(session, engine_id, deadline, answer))
         self.wake()
         await answer
-
-    async def recorded(self) -> None:
-        """Return once the ledger has written what it was told: a restart then knows of it.
-
-        A ledger that has failed, or a disk that hangs, holds nobody up for long.
-        """
-        if not self._store.keeper.durable or self._store.ledger.failed:
-            return
-        answer = self._waiters.new_answer()
-        self._flusher.add_recorded(answer)
-        self.wake()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(answer, RECORD_SECONDS)
 
     async def promote(
         self, engine_id: int, number: int, blocks: Sequence[int], *, deadline_seconds: float = 10.0
@@ -468,6 +456,7 @@ class Mover:
         for slab in self._store.placement.cold_files.suspects:
             self._store.placement.shut_slab(slab)
         self.backups.settle(group, self._clock.monotonic())
+        self.acks.settle(group)
         for answer in group.recorded:
             self._waiters.answer(answer)
         for arrival in group.arrivals:

@@ -126,18 +126,22 @@ class SessionsService(pb_grpc.SessionsServicer):
         session = self._store.resume_session(
             _engine_id(), request.session, _known_namespace(request.namespace), request.max_tokens
         )
-        await self._mover.recorded()
+        await self._mover.acks.recorded()
         return pb.ResumeReply(token_ids=session.token_ids, sealed_blocks=session.sealed_blocks)
 
     async def Close(self, request: Any, context: Any) -> Any:
-        """Drop a session: an engine its own or a suspended one, an operator any."""
+        """Drop a session: an engine its own or a suspended one, an operator any.
+
+        One that was kept is gone for good when this is answered.
+        """
         caller = current_caller.get()
         session = self._store.session(request.session)
         by_owner = request.owned or (caller.kind == ENGINE and session.engine_id is not None)
-        self._store.close_session(
+        await self._mover.acks.close_session(
             request.session,
             engine_id=caller.client_id if by_owner else None,
             discard=request.discard,
+            deadline_seconds=_seconds_to_answer(context),
         )
         self._mover.wake()
         return pb.CloseReply()
@@ -166,7 +170,7 @@ class SessionsService(pb_grpc.SessionsServicer):
         session = store.adopt_session(
             engine_id, request.session, namespace, request.max_tokens, found
         )
-        await self._mover.recorded()
+        await self._mover.acks.recorded()
         return pb.AdoptReply(
             warm_pages=session.index.pages_in(Tier.WARM),
             cold_pages=session.index.pages_in(Tier.COLD),
@@ -235,7 +239,7 @@ class PlacementService(pb_grpc.PlacementServicer):
             deadline_seconds=_seconds_to_answer(context),
         )
         if not known:
-            await self._mover.recorded()
+            await self._mover.acks.recorded()
         return wire.plan_to_wire(plan.reservation, plan.blocks, plan.places)
 
     async def Commit(self, request: Any, context: Any) -> Any:

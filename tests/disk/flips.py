@@ -46,11 +46,14 @@ def forms(draw: random.Random) -> dict[str, Form]:
         for name in ("rows", "sessions", "slabs", "bad_slots")
     }
     snapshot = SnapshotHeader(UUID, word(20), Link(word(40), word(64)), word(20), sections)
+    dropped = tuple(sorted({word(64) for _ in range(draw.randrange(1, 9))}))
+    noted = Superblock(UUID, word(20), word(20), word(40), dropped)
     return {
         "header": (header.pack(), SlotHeader.unpack),
         "slot": (header.pack() + payload, lambda data: verify_slot(memoryview(data), header)),
         "frame": (frame, lambda data: unpack_frame(memoryview(data), 0, seed)),
         "superblock": (Superblock(UUID, word(20), word(20), word(40)).pack(), Superblock.unpack),
+        "superblock with drops": (noted.pack(), Superblock.unpack),
         "snapshot": (snapshot.pack(), SnapshotHeader.unpack),
         "manifest header": (
             ManifestHeader(UUID, word(64), (word(20), word(40)), word(20), digest).pack(),

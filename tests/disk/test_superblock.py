@@ -2,6 +2,7 @@
 
 import random
 import struct
+from dataclasses import replace
 
 import pytest
 import xxhash
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tierd.disk.memory import MemoryDisk
 from tierd.disk.superblock import (
     COPY_STRIDE_BYTES,
+    DROPPED_MAX,
     NAME,
     SUPERBLOCK_BYTES,
     Superblock,
@@ -23,9 +25,12 @@ from tierd.testing import Fault, FaultKind, SimulatedDisk, crash_choices, failin
 from tierd.units import SECTOR_BYTES
 
 U64 = st.integers(0, 2**64 - 1)
-superblocks = st.builds(Superblock, st.binary(min_size=16, max_size=16), U64, U64, U64)
+lists = st.lists(U64, max_size=DROPPED_MAX, unique=True).map(sorted).map(tuple)
+superblocks = st.builds(Superblock, st.binary(min_size=16, max_size=16), U64, U64, U64, lists)
 ONE = Superblock(bytes(range(16)), 7, 257, 99)
 TWO = Superblock(bytes(range(16)), 8, 513, 120)
+DROPPED = replace(ONE, dropped=(3, 2**63, 2**64 - 1))
+FULL = replace(ONE, dropped=tuple(range(7, 7 + DROPPED_MAX)))
 
 
 @given(superblocks)
@@ -41,14 +46,37 @@ def test_the_bytes_on_disk_are_these_for_ever() -> None:
     assert struct.unpack_from("<Q", packed, 4088) == (xxhash.xxh3_64_intdigest(packed[:4088]),)
 
 
-def test_each_of_the_32768_bits_of_a_copy_is_guarded() -> None:
-    packed = bytearray(ONE.pack())
+def test_a_list_makes_it_version_2_and_fills_the_sector_at_most() -> None:
+    packed = DROPPED.pack()
+    assert struct.unpack_from("<II", packed, 8) == (2, 0)
+    assert packed[16:56] == ONE.pack()[16:56]
+    assert struct.unpack_from("<4Q", packed, 56) == (3, 3, 2**63, 2**64 - 1)
+    assert not any(packed[88:4088])
+    assert len(FULL.pack()) == SECTOR_BYTES and Superblock.unpack(FULL.pack()) == FULL
+    assert DROPPED_MAX == 503
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [(1, [1, 5]), (2, []), (2, [DROPPED_MAX + 1]), (2, [2, 5, 5]), (2, [2, 6, 5]), (2, [1, 5, 6])],
+)
+def test_a_list_that_is_none_is_no_superblock(version: int, words: list[int]) -> None:
+    body = bytearray(ONE.pack()[:-8])
+    body[8] = version
+    struct.pack_into(f"<{len(words)}Q", body, 56, *words)
+    with pytest.raises(StorageError, match="no known form"):
+        Superblock.unpack(bytes(body) + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little"))
+
+
+@pytest.mark.parametrize("one", [ONE, DROPPED, FULL])
+def test_each_of_the_32768_bits_of_a_copy_is_guarded(one: Superblock) -> None:
+    packed = bytearray(one.pack())
     for bit in range(SECTOR_BYTES * 8):
         packed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(StorageError):
             Superblock.unpack(packed)
         packed[bit // 8] ^= 1 << bit % 8
-    assert Superblock.unpack(packed) == ONE
+    assert Superblock.unpack(packed) == one
 
 
 def test_each_cut_of_a_copy_is_noticed() -> None:
@@ -68,8 +96,8 @@ def test_any_other_bytes_are_no_superblock(data: bytes, sealed: bool) -> None:
 
 def test_a_version_to_come_is_refused_and_named() -> None:
     body = bytearray(ONE.pack()[:-8])
-    body[8] = 2
-    with pytest.raises(StorageError, match="format 2"):
+    body[8] = 3
+    with pytest.raises(StorageError, match="format 3"):
         Superblock.unpack(bytes(body) + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little"))
 
 
@@ -78,14 +106,15 @@ def test_a_version_to_come_is_refused_and_named() -> None:
     [
         ([ONE, ONE, ONE, ONE], ONE), ([TWO, None, ONE, ONE], ONE), ([TWO, TWO, ONE, ONE], TWO),
         ([TWO, TWO, None, None], TWO), ([TWO, ONE, None, None], None), ([None] * 4, None),
-        ([ONE, None, None, None], None), ([], None),
+        ([ONE, None, None, None], None), ([], None), ([ONE, DROPPED, DROPPED, ONE], DROPPED),
     ],
 )  # fmt: skip
 def test_the_newest_that_two_agree_on_is_chosen(copies: list, chosen: object) -> None:
     assert choose(copies) == chosen
 
 
-def test_an_update_cut_anywhere_leaves_the_old_or_the_new() -> None:
+@pytest.mark.parametrize("two", [TWO, DROPPED])
+def test_an_update_cut_anywhere_leaves_the_old_or_the_new(two: Superblock) -> None:
     seen = set()
 
     def look(_operation: str, _name: str) -> None:
@@ -97,9 +126,9 @@ def test_an_update_cut_anywhere_leaves_the_old_or_the_new() -> None:
     disk = SimulatedDisk(3)
     write_superblock(disk, ONE)
     disk._watch = look
-    write_superblock(disk, TWO)
+    write_superblock(disk, two)
     look("", "")
-    assert seen == {ONE, TWO}
+    assert seen == {ONE, two}
 
 
 def test_the_first_one_is_there_whole_or_not_at_all() -> None:

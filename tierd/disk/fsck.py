@@ -151,8 +151,8 @@ def _find_orphans(disk: DiskPort, found: Recovered, report: FsckReport) -> None:
     known = {f"{SLAB_FOLDER}/{slab:08x}" for slab in found.image.slabs}
     names = disk.names(SLAB_FOLDER)
     orphans = [name for name in names if name not in known]
-    sessions = found.image.sessions
-    counts = strays.count_strays(disk, names, found.store_uuid, sessions)
+    known_sessions = {*found.image.sessions, *found.superblock.dropped}
+    counts = strays.count_strays(disk, names, found.store_uuid, known_sessions)
     report.strays = sorted(counts.items())
     if orphans:
         slots = strays.count_strays(disk, orphans, found.store_uuid, ()).total()
@@ -350,8 +350,18 @@ def _mend_superblock(disk: DiskPort) -> str:
     slabs = [journal.segment_number(slab) for slab in disk.names(SLAB_FOLDER)]
     limit = max(*(found.slab_limit for found in own), *slabs, 0) + SLAB_IDS_RESERVED
     epoch = max(found.epoch for found in own) + 1
-    superblock.write_superblock(disk, Superblock(name, epoch, limit, 0))
+    superblock.write_superblock(disk, Superblock(name, epoch, limit, 0, _dropped(own)))
     return f"superblock: written anew for store {name.hex()}"
+
+
+def _dropped(said: list[Superblock]) -> tuple[int, ...]:
+    """Return the sessions that a copy names as dropped, unless something is of a later start.
+
+    That one has said so elsewhere, and may have kept a session anew under such a number.
+    """
+    epoch = max(found.epoch for found in said)
+    lists = [found.dropped for found in said if found.epoch == epoch]
+    return max(lists, key=len)
 
 
 def _first_sector(disk: DiskPort, name: str) -> memoryview:

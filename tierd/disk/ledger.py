@@ -13,6 +13,7 @@ Invariants:
   after a failed sync the ledger is read-only: `failed` says why, reads go on
   until this start's segment is there (`waiting`: the disk is full) no slot may be written:
     a slot that is free in the image may still be a page's on the disk
+  what is said meanwhile is lost by a crash, but for sessions dropped after `forget`
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tierd.disk import journal as journals
-from tierd.disk import manifest as manifests
 from tierd.disk import snapshot as snapshots
 from tierd.disk.image import Image, Occupancy
 from tierd.disk.journal import Journal
+from tierd.disk.manifest import Manifests, manifest_of
 from tierd.disk.ports import DiskPort
 from tierd.disk.quarantine import QuarantineLog, quarantine_line
 from tierd.disk.records import (
@@ -48,6 +49,7 @@ from tierd.disk.records import (
 )
 from tierd.disk.recovery import Recovered, RecoveryReport, first_words, recover
 from tierd.disk.superblock import SUPERBLOCK_BYTES, Superblock, write_superblock
+from tierd.disk.unstarted import Unstarted, without_last_word, without_session
 from tierd.errors import StorageError, StorageFull
 from tierd.types import SlabRecord
 from tierd.units import MIB
@@ -65,7 +67,6 @@ SNAPSHOT_SEGMENTS = 4
 # The device takes 64 MiB every 20 ms or the tier stops; a buffer that holds this much more
 # means that it takes nothing, and what is buffered would be all of RAM one day.
 BUFFER_BYTES_MAX = 256 * MIB
-SNAPSHOTS_KEPT = 2
 
 
 class Ledger:
@@ -88,7 +89,6 @@ class Ledger:
         self._part_bytes = journals.payload_bytes_max(segment_bytes) // 2
         self._buffer: list[Record] = []
         self._buffer_bytes = 0
-        self._lines: list[str] = []  # for the quarantine log
         self._quarantine_log = QuarantineLog(disk)
         self._records = found.report.records  # since the last snapshot
         self._snapshot_at_bytes = 0  # of the journal's written bytes
@@ -96,13 +96,13 @@ class Ledger:
         self._slab_limit_durable = self._image.slab_limit
         self._failed = ""
         self._waiting = ""  # why this start's segment could not be made
-        self._unstarted: Recovered | None = found
+        self._unstarted: Unstarted | None = Unstarted(disk, found)
         self._closed = False
         self._mutex = threading.Lock()  # image, buffer, ids
         self._io = threading.Lock()  # the journal's end
         self._snapshot_io = threading.Lock()
-        self._manifests = dict(found.manifests.sizes)  # bytes by session; under `_io`
-        self.manifest_bytes_max = 2**63
+        # Under `_io`.
+        self.manifests = Manifests(disk, found.store_uuid, found.manifests.sizes)
         self._unkept: set[int] = set()  # sessions whose manifest goes after the next flush
 
     @classmethod
@@ -132,14 +132,14 @@ class Ledger:
             write_superblock(disk, Superblock(found.store_uuid, 1, found.next_slab, 0))
             found.epoch = 1
         ledger = cls(disk, found, segment_bytes)
-        ledger.manifest_bytes_max = manifest_bytes_max
+        ledger.manifests.bytes_max = manifest_bytes_max
         ledger._say(first_words(found, ledger._part_bytes))
         try:
             ledger._start()
         except StorageError as error:
             full = isinstance(error, StorageFull) and not ledger._journal.failed
             if patient and full and not found.fresh:
-                ledger._wait(str(error), found)
+                ledger._wait(str(error))
                 return ledger
             ledger._journal.close()
             raise
@@ -151,33 +151,30 @@ class Ledger:
         Raises StorageFull: what is there stands, and it may be tried again.
         """
         with self._io:
-            found = self._unstarted
-            if found is None:
+            unstarted = self._unstarted
+            if unstarted is None:
                 return
-            if not self._journal.begun:
-                self._journal.begin(found.tail)
+            unstarted.begin(self._journal)
             limit = self._image.slab_limit
             self._reserve(self.epoch, limit)
             self._slab_limit_durable = limit
             self._unstarted, self._waiting = None, ""
         if self.dirty:
             self.flush(sync=True)
-        for name in found.leftovers:
+        for name in unstarted.leftovers:
             self._disk.remove(name)
         self._drop_covered()
         with contextlib.suppress(StorageError):
             self._quarantine_log.find()
 
-    def _wait(self, reason: str, found: Recovered) -> None:
-        """Go on without a segment: only slab ids are reserved, the superblock's next file is there.
-
-        Its epoch stays: a newer one would say that the journal was closed whole.
-        """
+    def _wait(self, reason: str) -> None:
+        """Go on without a segment: slab ids are reserved, if the superblock can be written."""
+        assert self._unstarted is not None, "it has started"
         self._waiting = reason
         self._slab_limit_durable = self._next_slab
-        old, limit = found.superblock, self._image.slab_limit
+        limit = self._image.slab_limit
         with contextlib.suppress(StorageError):
-            write_superblock(self._disk, replace(old, slab_limit=max(limit, old.slab_limit)))
+            self._unstarted.reserve_ids(limit)
             self._slab_limit_durable = limit
 
     def _reserve(self, epoch: int, slab_limit: int) -> None:
@@ -218,7 +215,7 @@ class Ledger:
         with self._mutex:
             self._append([[Kind.QUARANTINE, slab, slot, reason[:REASON_CHARS_MAX]]])
             if not self._failed:
-                self._lines.append(line)
+                self._quarantine_log.note(line)
 
     # -- pages --------------------------------------------------------------------
     def commit(self, rows: Rows) -> None:
@@ -238,13 +235,32 @@ class Ledger:
     def put_session(self, session: SessionRecord) -> None:
         """Note a session, or what has become of it."""
         assert session.state in STATES, f"{session.state=}"
-        self._say(session_records(session, self._part_bytes))
+        with self._mutex:
+            if self.waiting:
+                self._keep_unsaid(without_last_word(self._buffer, session.number))
+            self._append(session_records(session, self._part_bytes))
 
     def drop_session(self, number: int) -> None:
-        """Forget a session and its pages."""
+        """Forget a session and its pages. While the ledger waits, `forget` makes it durable."""
         with self._mutex:
+            if self.waiting:
+                self._keep_unsaid(without_session(self._buffer, number))
             self._append([[Kind.DROP_SESSION, number]])
             self._unkept.add(number)
+
+    def forget(self, number: int) -> None:
+        """While the ledger waits, make durable what `drop_session` says next, before any flush.
+
+        Blocking; otherwise nothing happens. Raises StorageFull: the next start has the session as
+        it was; StorageError: whether it has is not known.
+        """
+        with self._io:
+            if self._unstarted is None:
+                return
+            if self._failed:
+                raise StorageError(f"the ledger is read-only: {self._failed}")
+            self._unstarted.drop(number)
+            self.manifests.remove({number})
 
     def keep(self, number: int) -> None:
         """Write down once more what is kept of a session, for when the journal is lost.
@@ -259,19 +275,15 @@ class Ledger:
                 stamp = (self.epoch, self._journal.durable)
             if record is None or not record.kept:
                 return
-            self._manifests.pop(number, None)
-            manifest = manifests.manifest_of(replace(record, state="parked"), rows, slabs)
-            self._manifests[number] = manifests.write_manifest(
-                self._disk, manifest, store_uuid=self.store_uuid, stamp=stamp,
-                bytes_max=self.manifest_bytes_max - sum(self._manifests.values()),
-            )  # fmt: skip
+            parked = replace(record, state="parked")
+            self.manifests.write(manifest_of(parked, rows, slabs), stamp)
 
     @property
     def unmanifested(self) -> list[int]:
         """The kept sessions that are written down once only."""
         with self._mutex:
             kept = [number for number, record in self._image.sessions.items() if record.kept]
-        return [number for number in kept if number not in self._manifests]
+        return [number for number in kept if number not in self.manifests]
 
     # -- the buffer ---------------------------------------------------------------
     def _say(self, records: Sequence[Record]) -> None:
@@ -287,6 +299,11 @@ class Ledger:
             self._buffer_bytes += record_bytes(record)
         if self._buffer_bytes > BUFFER_BYTES_MAX:
             self._fail("the journal takes nothing, and its buffer is full")
+
+    def _keep_unsaid(self, records: list[Record]) -> None:
+        """Take fewer records for the buffer. Under the mutex."""
+        self._buffer = records
+        self._buffer_bytes = sum(map(record_bytes, records))
 
     def _fail(self, reason: str) -> None:
         """Become read-only. Under the mutex."""
@@ -349,7 +366,6 @@ class Ledger:
             self._refuse_if_failed()
             records, size_bytes = self._buffer, self._buffer_bytes
             self._buffer, self._buffer_bytes = [], 0
-            lines, self._lines = self._lines, []
             unkept, self._unkept = self._unkept, set()
             limit = self._image.slab_limit
             seen = self._image.copy() if copy else None, self._records
@@ -361,15 +377,10 @@ class Ledger:
         except StorageError as error:
             self._take_back(records, size_bytes, error)
             raise
-        for number in unkept & self._manifests.keys():
-            # If this is lost by a crash, the next start sees that nobody needs it.
-            del self._manifests[number]
-            self._disk.remove(manifests.manifest_name(number))
+        self.manifests.remove(unkept)
         if sync:
             self._slab_limit_durable = limit
-        if lines:
-            with contextlib.suppress(StorageError):  # for people; the journal has it
-                self._quarantine_log.write(lines)
+        self._quarantine_log.write_noted()
         return seen
 
     def _take_back(self, records: list[Record], size_bytes: int, error: StorageError) -> None:
@@ -405,10 +416,7 @@ class Ledger:
             made = snapshots.write_snapshot(
                 self._disk, image, store_uuid=self.store_uuid, epoch=self.epoch, end=end
             )
-            kept = [old for old in self._snapshots if old.sequence != made.sequence]
-            self._snapshots = [*kept, made][-SNAPSHOTS_KEPT:]
-            for old in kept[: 1 - SNAPSHOTS_KEPT]:
-                self._disk.remove(old.name)
+            self._snapshots = snapshots.keep_newest(self._disk, self._snapshots, made)
             with self._mutex:
                 self._records -= records
             self._snapshot_at_bytes = written_bytes
@@ -417,7 +425,7 @@ class Ledger:
 
     def _drop_covered(self) -> None:
         # With one snapshot alone the whole journal is kept: each file here has a second source.
-        if len(self._snapshots) == SNAPSHOTS_KEPT:
+        if len(self._snapshots) == snapshots.SNAPSHOTS_KEPT:
             self._journal.drop_covered(self._snapshots[0].sequence)
 
     # -- looks --------------------------------------------------------------------
@@ -452,7 +460,7 @@ class Ledger:
     def metadata_bytes(self) -> int:
         """Return the bytes of all files but the slabs, for the tier's byte cap."""
         files = sum(snapshot.size_bytes for snapshot in self._snapshots)
-        files += sum(self._manifests.values()) + self._quarantine_log.size_bytes
+        files += self.manifests.size_bytes + self._quarantine_log.size_bytes
         return 2 * SUPERBLOCK_BYTES + self._journal.size_bytes + files
 
     def check_integrity(self) -> None:

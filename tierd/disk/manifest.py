@@ -19,9 +19,10 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -249,3 +250,40 @@ def find_manifests(disk: DiskPort, store_uuid: bytes, end: tuple[int, int]) -> F
         else:
             found.sizes[number] = header.size_bytes
     return found
+
+
+class Manifests:
+    """The manifests of one store, by their bytes: `bytes_max` together. One thread at a time."""
+
+    def __init__(self, disk: DiskPort, store_uuid: bytes, sizes: Mapping[int, int]) -> None:
+        self._disk = disk
+        self._store_uuid = store_uuid
+        self._sizes = dict(sizes)
+        self.bytes_max = 2**63
+
+    def __contains__(self, session: int) -> bool:
+        return session in self._sizes
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(self._sizes.values())
+
+    def write(self, manifest: Manifest, stamp: tuple[int, int]) -> None:
+        """Write one over the session's older one. Raises StorageFull, StorageError: see above."""
+        number = manifest.session.number
+        self._sizes.pop(number, None)
+        left_bytes = self.bytes_max - self.size_bytes
+        self._sizes[number] = write_manifest(
+            self._disk, manifest, store_uuid=self._store_uuid, stamp=stamp, bytes_max=left_bytes
+        )
+
+    def remove(self, sessions: Set[int]) -> None:
+        """Remove those of these sessions. One that a crash brings back is a leftover then."""
+        gone = sessions & self._sizes.keys()
+        for number in gone:
+            del self._sizes[number]
+            self._disk.remove(manifest_name(number))
+        if gone:
+            with contextlib.suppress(StorageError):
+                self._disk.sync_folder(FOLDER)

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 
@@ -25,12 +26,13 @@ LINE_BYTES_MAX = 400  # ten or more to a sector
 
 
 class QuarantineLog:
-    """The file, made at the first line. One thread at a time."""
+    """The file, made at the first line. One thread at a time, but for `note`: any, no I/O."""
 
     def __init__(self, disk: DiskPort) -> None:
         self._disk = disk
         self._handle = 0
         self._offset = 0
+        self._noted: list[str] = []
         self.size_bytes = 0  # of the file; 0: there is none
 
     def find(self) -> None:
@@ -48,6 +50,17 @@ class QuarantineLog:
         self._disk.read_into(handle, 0, data)
         blank = (at for at in range(0, LOG_BYTES, SECTOR_BYTES) if data[at] == 0)
         self._offset = next(blank, 0)
+
+    def note(self, line: str) -> None:
+        """Let a line be written once the journal has what it says."""
+        self._noted.append(line)
+
+    def write_noted(self) -> None:
+        """Append the lines noted; those that cannot be written are given up."""
+        lines, self._noted = self._noted, []
+        if lines:
+            with contextlib.suppress(StorageError):  # for people; the journal has it
+                self.write(lines)
 
     def write(self, lines: Sequence[str]) -> None:
         """Append lines. Raises StorageFull, StorageError."""

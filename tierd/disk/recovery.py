@@ -12,6 +12,9 @@ such; if not, it is the torn end of a crash, and nothing acknowledged is lost.
 A manifest that is newer than what could be read of the journal says that frames
 were lost: its session is taken up as it was kept then, in the ledger's next epoch.
 
+Sessions that the superblock names as dropped are no more, whatever journal and
+manifests say: the ledger that was told of it had no room to write it down there.
+
 Frames that no later frame calls durable may stand in the page cache alone,
 after a kill or a failed sync: `tail`, which the ledger writes once more.
 """
@@ -193,6 +196,8 @@ class _Recovery:
                 self.report.damage.append(f"{journal.FOLDER}: {missing}")
         with self._timed("manifests"):
             manifests = self._take_up_manifests()
+            for number in found.dropped:
+                self.image.drop_session(number)
         with self._timed("check"):
             slabs = {journal.segment_number(name) for name in self._whole_names(SLAB_FOLDER)}
             pruned = prune.prune(self.image, slabs)
@@ -210,6 +215,8 @@ class _Recovery:
         self._whole_names(manifest.FOLDER)
         end = (self.limit_epoch, self.end.sequence)
         found = manifest.find_manifests(self.disk, self.store_uuid, end)
+        gone = self.superblock.dropped
+        found.newer = [newer for newer in found.newer if newer.session.number not in gone]
         for newer in found.newer:
             number = newer.session.number
             name = manifest.manifest_name(number)
@@ -223,13 +230,15 @@ class _Recovery:
         return found
 
     def _note_stale(self, manifests: manifest.FoundManifests) -> None:
-        """Manifests of sessions that are not kept any more are leftovers, if all records are."""
+        """Manifests of sessions that are not kept any more are leftovers, if all records are.
+
+        Those of sessions that the superblock names as dropped are in any case.
+        """
         kept = {session.number for session in self.image.sessions.values() if session.kept}
-        if not self.report.damage:
-            found = {*manifests.sizes, *manifests.damaged}
-            stale = sorted(number for number in found if number not in kept)
-            self.leftovers += [manifest.manifest_name(number) for number in stale]
-            manifests.sizes = {n: size for n, size in manifests.sizes.items() if n in kept}
+        found = {*manifests.sizes, *manifests.damaged}
+        stale = found & set(self.superblock.dropped) if self.report.damage else found - kept
+        self.leftovers += [manifest.manifest_name(number) for number in sorted(stale)]
+        manifests.sizes = {n: size for n, size in manifests.sizes.items() if n not in stale}
         self.report.dropped_files += self.leftovers
 
     def _note(self, pruned: prune.Pruned, slabs: set[int]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,7 @@ from tierd.errors import StorageError
 from tierd.units import MIB, SECTOR_BYTES, round_up
 
 FOLDER = "snap"
+SNAPSHOTS_KEPT = 2
 SECTIONS = ("rows", "sessions", "slabs", "bad_slots")
 _MAGIC = b"TIERDSNP"
 _VERSION = 1
@@ -330,3 +331,13 @@ def _pages_of(rows: Rows) -> Iterator[tuple[int, SessionPages]]:
     starts = [0, *(np.flatnonzero(~same) + 1).tolist()] if len(rows) else []
     for start, end in zip(starts, [*starts[1:], len(rows)], strict=False):
         yield int(sessions[start]), SessionPages(rows[start:end])
+
+
+def keep_newest(
+    disk: DiskPort, older: Sequence[SnapshotFile], made: SnapshotFile
+) -> list[SnapshotFile]:
+    """Return the SNAPSHOTS_KEPT newest files, `made` among them, newest last; remove the others."""
+    kept = [old for old in older if old.sequence != made.sequence]
+    for old in kept[: 1 - SNAPSHOTS_KEPT]:
+        disk.remove(old.name)
+    return [*kept, made][-SNAPSHOTS_KEPT:]

@@ -5,6 +5,11 @@ u32 zero, store uuid (16), u64 epoch, u64 slab limit, u64 durable sequence,
 zeros to 4088, u64 xxh3-64 of all before. An update is a new file, synced and
 renamed over the old one: the copies are against what happens to a disk later.
 
+Version 2 is written while sessions are dropped that the journal cannot say so of yet, as the
+disk is too full for its next segment: after the sequence u64 count, and that many u64 numbers,
+rising. With none it is version 1, which every tierd reads; one that does not know the list must
+not bring those sessions back, and refuses version 2.
+
 Invariants:
   epoch and slab limit never fall
   the next write's file is there already, wherever there was space for it
@@ -33,26 +38,38 @@ QUORUM = 2
 COPY_STRIDE_BYTES = 64 * KIB
 SUPERBLOCK_BYTES = COPIES * COPY_STRIDE_BYTES
 _MAGIC = b"TIERDSUP"
-_VERSION = 1
+_VERSION, _VERSION_DROPPED = 1, 2
 _FIELDS = struct.Struct("<8sII16sQQQ")
 _CHECKSUM_OFFSET = SECTOR_BYTES - 8
-_PADDING = bytes(_CHECKSUM_OFFSET - _FIELDS.size)
+_NUMBER_BYTES = 8
+# What is left of a sector, less the count: 503.
+DROPPED_MAX = (_CHECKSUM_OFFSET - _FIELDS.size) // _NUMBER_BYTES - 1
 UUID_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """What a copy says. `durable`: the journal was on the disk up to this sequence."""
+    """What a copy says. `durable`: the journal was on the disk up to this sequence.
+
+    `dropped`: sessions that are no more, whatever the journal says; rising, DROPPED_MAX at most.
+    """
 
     store_uuid: bytes
     epoch: int
     slab_limit: int
     durable: int
+    dropped: tuple[int, ...] = ()
 
     def pack(self) -> bytes:
         """Return one sector."""
+        count = len(self.dropped)
+        assert count <= DROPPED_MAX and list(self.dropped) == sorted(set(self.dropped)), count
+        version = _VERSION_DROPPED if count else _VERSION
         numbers = (self.epoch, self.slab_limit, self.durable)
-        body = _FIELDS.pack(_MAGIC, _VERSION, 0, self.store_uuid, *numbers) + _PADDING
+        body = _FIELDS.pack(_MAGIC, version, 0, self.store_uuid, *numbers)
+        if count:
+            body += struct.pack(f"<{count + 1}Q", count, *self.dropped)
+        body = body.ljust(_CHECKSUM_OFFSET, b"\0")
         return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
 
     @classmethod
@@ -64,18 +81,36 @@ class Superblock:
         stored = int.from_bytes(view[_CHECKSUM_OFFSET:], "little")
         if xxhash.xxh3_64_intdigest(view[:_CHECKSUM_OFFSET]) != stored:
             raise StorageError("superblock: a copy's checksum does not match")
-        magic, version, zero, store_uuid, *numbers = _FIELDS.unpack_from(view)
-        if magic != _MAGIC or zero or bytes(view[_FIELDS.size : _CHECKSUM_OFFSET]) != _PADDING:
+        magic, version, zero, store_uuid, epoch, slab_limit, durable = _FIELDS.unpack_from(view)
+        if magic != _MAGIC or zero:
             raise StorageError("superblock: a copy of no known form")
-        if version != _VERSION:
-            raise StorageError(f"superblock: format {version}, this is tierd for {_VERSION}")
-        return cls(store_uuid, *numbers)
+        if version not in (_VERSION, _VERSION_DROPPED):
+            raise StorageError(
+                f"superblock: format {version}, this is tierd for {_VERSION} and {_VERSION_DROPPED}"
+            )
+        found = cls(store_uuid, epoch, slab_limit, durable, _unpack_dropped(view, version))
+        if found.pack() != view:  # bytes where zeros were
+            raise StorageError("superblock: a copy of no known form")
+        return found
+
+
+def _unpack_dropped(view: memoryview, version: int) -> tuple[int, ...]:
+    """Return the numbers of a copy's list. Raises StorageError if it cannot be one."""
+    if version == _VERSION:
+        return ()
+    (count,) = struct.unpack_from("<Q", view, _FIELDS.size)
+    if not 0 < count <= DROPPED_MAX:
+        raise StorageError("superblock: a copy of no known form")
+    dropped = struct.unpack_from(f"<{count}Q", view, _FIELDS.size + _NUMBER_BYTES)
+    if list(dropped) != sorted(set(dropped)):
+        raise StorageError("superblock: a copy of no known form")
+    return dropped
 
 
 def choose(copies: list[Superblock | None]) -> Superblock | None:
     """Return the newest superblock that two copies agree on, None if there is none."""
     agreed = [found for found, count in Counter(c for c in copies if c).items() if count >= QUORUM]
-    return max(agreed, key=lambda found: found.epoch, default=None)
+    return max(agreed, key=lambda found: (found.epoch, len(found.dropped)), default=None)
 
 
 def read_copies(disk: DiskPort) -> list[Superblock | None]:

@@ -3,7 +3,7 @@
     LedgerPort        the durable record of the cold tier: what is where, for whom
     VolatileLedger    keeps nothing: an embedded daemon's files have no names either
 
-Every call but `flush`, `keep` and `snapshot` is quick and for the event loop's
+Every call but `flush`, `forget`, `keep` and `snapshot` is quick and for the event loop's
 thread; these block, and are for a lane.
 """
 
@@ -72,6 +72,12 @@ class LedgerPort(Protocol):
     def drop_session(self, number: int) -> None:
         """A session is gone, with its pages."""
 
+    def forget(self, number: int) -> None:
+        """While it waits: make durable that a session is gone, which `drop_session` says next.
+
+        Blocks. Raises StorageFull: it is not; StorageError: it may be.
+        """
+
     def quarantine(self, slab: int, slot: int, reason: str) -> None:
         """A slot is not to be used again."""
 
@@ -131,7 +137,7 @@ class VolatileLedger:
         """Take note of nothing."""
 
     add_slab = drop_slab = commit = drop_pages = truncate = _ignore
-    put_session = drop_session = quarantine = keep = flush = snapshot = close = _ignore
+    put_session = drop_session = forget = quarantine = keep = flush = snapshot = close = _ignore
 
     def sessions(self) -> dict[int, SessionRecord]:
         """Return none."""
