@@ -60,6 +60,7 @@ class Backups:
                 return []  # the rest is on its way
             if not unbacked and self._syncing is None:
                 self._syncing = Backup(session)
+                keeper.record(session, on_disk=True)
                 self._flusher.add_waiter(self._syncing)
         if self._syncing is None:
             self._again_at_seconds = now_seconds + AGAIN_SECONDS

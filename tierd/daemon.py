@@ -209,7 +209,7 @@ class Daemon:
         )  # fmt: skip
         for damage in found.damage:
             self.log.warning("damage found", what=damage)
-        for number, token in found.lost:
+        for number, token in [*found.lost, *found.unkept]:
             self.log.warning("a session lost pages", session=f"{number:016x}", first_token=token)
 
     def _cold_device(self) -> str:

@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -222,12 +223,25 @@ class SessionHandle:
         if not self._open:
             return
         try:
-            request = pb.CloseRequest(session=self.number, owned=True, discard=discard)
-            self._client.call(self._client.sessions_stub.Close, request)
+            self._close(discard=discard)
         except (DaemonUnavailable, NotFound):
             pass
         finally:
             self._end()
+
+    def discard(self) -> None:
+        """End the session for good, with what was kept of it: no restart brings it back.
+
+        Raises StorageError, DaemonUnavailable: it may be there still, as the message says, and
+        the handle is open.
+        """
+        with contextlib.suppress(NotFound):
+            self._close(discard=True)
+        self._end()
+
+    def _close(self, *, discard: bool) -> None:
+        request = pb.CloseRequest(session=self.number, owned=True, discard=discard)
+        self._client.call(self._client.sessions_stub.Close, request)
 
     def hand_back(self) -> int:
         """After `client.reconnect`: give the new daemon this session's pages; return how many.

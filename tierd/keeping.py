@@ -187,10 +187,16 @@ class Keeper:
             for codec, pages in Counter(codecs).items()
         )
 
-    def record(self, session: Session) -> None:
-        """Record a session as it is now; a flush with `sync` makes it so."""
+    def record(self, session: Session, *, on_disk: bool = False) -> None:
+        """Record a session as it is now; a flush with `sync` makes it so.
+
+        One that is in RAM only is not parked, unless all of it is `on_disk` by now: it was never
+        acknowledged as kept.
+        """
         session.recorded = True
-        state = PARKED if session.state is SessionState.SUSPENDED else RUNNING
+        suspended = session.state is SessionState.SUSPENDED
+        parked = suspended and (on_disk or session.number not in self.ram_only)
+        state = PARKED if parked else RUNNING
         kept = session.kept_before or (session.token_ids, session.sealed_blocks)
         self._ledger.put_session(SessionRecord(session.number, session.namespace, state, *kept))
 
@@ -223,7 +229,7 @@ class Keeper:
         ]
 
     def note_ram_only(self, session: Session) -> None:
-        """A session was suspended: if the disk took not all of it, it waits for that."""
+        """A session is suspended: if the disk took not all of it, it waits for that."""
         if self.durable and self.unbacked(session):
             self.ram_only[session.number] = session
 

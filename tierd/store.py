@@ -28,7 +28,6 @@ from tierd.errors import (
     LayoutMismatch,
     NotFound,
     StaleGeneration,
-    StorageFull,
     TierdError,
 )
 from tierd.hints import DEADLINE_SECONDS_MAX, Hint, HintBook, Wish
@@ -171,12 +170,9 @@ class Store:
         Call `settle_suspend` once `keeper.unbacked` is empty, and `finish_suspend` when a flush
         with `sync` has returned since; a store that is not durable may do this one at once. Until
         it is settled, the session is still kept as it was before, if it was.
-        Raises NotFound, InvalidArgument, PageMiss (names the first page missing),
-        StorageFull (the disk had no room at the start, and has none yet).
+        Raises NotFound, InvalidArgument, PageMiss (names the first page missing).
         """
         session = self.session(number, engine_id=engine_id)
-        if self.ledger.waiting:
-            raise StorageFull(f"the cold tier keeps nothing now: {self.ledger.waiting}")
         session.check_suspendable(token_ids, sealed_blocks)
         for demotion in self.demotions.of_session(session):
             self.loans.release(demotion)
@@ -201,6 +197,7 @@ class Store:
         for demotion in self.demotions.of_session(session):
             self.loans.release(demotion)
         session.take_back(SessionState.SUSPENDED)
+        self.keeper.note_ram_only(session)
         self.keeper.record(session)
 
     def close_session(
@@ -238,7 +235,6 @@ class Store:
         self.keeper.cut(session, blocks)
         self.traffic.drop_from(session, blocks)
         self.finish_suspend(session)
-        self.keeper.note_ram_only(session)
 
     def truncate(
         self, engine_id: int, number: int, first_block: int, *, damaged_layer: int | None = None

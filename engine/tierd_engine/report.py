@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tierd.codec.layout import page_layout
-from tierd.errors import TierdError, TierFull
+from tierd.errors import StorageFull, TierdError, TierFull
 from tierd.layercodecs import CodecChoice
 from tierd.types import CodecId, Tier
 from tierd_engine.guardreport import guard_section
@@ -56,7 +56,7 @@ class NotKept(TierdError):
 
     def __init__(self, report: JobReport, error: TierdError, *, resumed: bool) -> None:
         said = str(error)
-        if isinstance(error, TierFull):
+        if isinstance(error, TierFull | StorageFull):
             name = report.sections["session"]["id"]
             said += f". Session {name} " + (
                 "stays as it was kept before this job"
@@ -67,6 +67,16 @@ class NotKept(TierdError):
         super().__init__(said)
         self.report = report
         report.sections["session"]["kept"] = False
+        self.exit_code = error.exit_code
+
+
+class NotDropped(NotKept):
+    """A job is done, and the session that it was to drop may still be there, as it was kept."""
+
+    def __init__(self, report: JobReport, error: TierdError) -> None:
+        TierdError.__init__(self, str(error))
+        self.report = report
+        report.sections["session"]["kept"] = True
         self.exit_code = error.exit_code
 
 

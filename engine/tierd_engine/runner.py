@@ -42,7 +42,7 @@ from tierd_engine.guard import QualityGuard
 from tierd_engine.jobcheck import CODEC_DEFAULT, check_length
 from tierd_engine.link import AGAIN_SECONDS, REJOIN_SECONDS
 from tierd_engine.prompt import TextStream, build_followup, build_prompt, follow
-from tierd_engine.report import JobReport, NotKept, build_report, guard_of
+from tierd_engine.report import JobReport, NotDropped, NotKept, build_report, guard_of
 from tierd_engine.session import SessionKV
 from tierd_engine.sizing import JobSizes, check_daemon_room, size_tiers
 from tierd_engine.weightonly import Weights, apply_weights
@@ -452,6 +452,12 @@ def _run_session(
                 raise NotKept(report, error, resumed=resumed) from error
             raise
         report.sections["guard"] = guard_of(job, kv)
+    elif job.spec.resume is not None:
+        kv.cancel()
+        try:
+            kv.link.run(kv.handle.discard)
+        except TierdError as error:
+            raise NotDropped(report, error) from error
     return report
 
 

@@ -27,7 +27,7 @@ from tierd.disk.superblock import (
     write_superblock,
 )
 from tierd.errors import StorageError, StorageFull
-from tierd.testing import FOR_EVER, FakeClock, Fault, FaultKind, SimulatedDisk, crash_choices
+from tierd.testing import FakeClock, Fault, FaultKind, SimulatedDisk, crash_choices
 
 SUBSETS = 8  # ways in which the power goes at one operation
 ANEW = bytes(range(1, 65))  # token ids that no session of the rig has

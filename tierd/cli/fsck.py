@@ -96,6 +96,11 @@ def _findings(report: FsckReport) -> list[list[str]]:
         f"(slab {page.slab}, slot {page.slot})"
         for page in report.pages
     ]
+    unkept = [
+        f"note: page: session {page.session:016x} {page.reason} (slab {page.slab}, slot "
+        f"{page.slot}); it was never kept"
+        for page in report.unkept_pages
+    ]
     lost = [
         f"lost: session {number:016x}: its KV from token {token:,d} on; the next resume computes "
         "it anew from the token ids"
@@ -118,5 +123,6 @@ def _findings(report: FsckReport) -> list[list[str]]:
         [f"left: {what}" for what in report.left],
         lost,
         strays,
+        unkept,
         [f"note: {note}" for note in report.notes],
     ]

@@ -59,7 +59,8 @@ class FsckReport:
 
     Figures are those of the index: after a rebuild, of the new one. `damage` is of
     records, `pages` are those whose bytes are not theirs, `unnamed` the slots with a
-    sound header that no record names.
+    sound header that no record names. `unkept_pages` are as `pages`, of what no suspension
+    has kept: a crash may leave these so, and nobody was promised them.
     """
 
     store_uuid: str = ""
@@ -69,6 +70,7 @@ class FsckReport:
     unnamed: int = 0
     damage: list[str] = field(default_factory=list)
     pages: list[DamagedPage] = field(default_factory=list)
+    unkept_pages: list[DamagedPage] = field(default_factory=list)
     mended: list[str] = field(default_factory=list)
     restored: list[int] = field(default_factory=list)  # sessions taken up from manifests
     lost: list[tuple[int, int]] = field(default_factory=list)  # (session, first lost token)
@@ -203,14 +205,15 @@ def _write_manifests(disk: DiskPort, ledger: Ledger, report: FsckReport) -> None
 
 def _drop_damaged(ledger: Ledger, report: FsckReport) -> None:
     sessions = ledger.sessions()
-    for page in report.pages:
+    damaged = [*report.pages, *report.unkept_pages]
+    for page in damaged:
         ledger.drop_pages(page.session, [(page.layer, page.block)])
         ledger.quarantine(page.slab, page.slot, page.reason)
         record = sessions.get(page.session)
         if record is not None and record.kept and record.sealed_blocks > page.block:
             sessions[page.session] = replace(record, sealed_blocks=page.block)
-    if report.pages:
-        report.mended.append(f"{len(report.pages)} damaged pages: dropped, their slots shut")
+    if damaged:
+        report.mended.append(f"{len(damaged)} damaged pages: dropped, their slots shut")
     for number, record in ledger.sessions().items():
         shorter = sessions[number]
         if shorter != record and record.state != "parked":  # those the next start cuts, and names
@@ -239,8 +242,17 @@ def _tell(report: FsckReport, recovered: RecoveryReport) -> None:
     """Take over what recovery found."""
     report.damage += recovered.damage
     report.damage += [f"{what}: damaged" for what in recovered.repaired]
-    report.damage += [f"{SLAB_FOLDER}/{slab:08x}: missing" for slab in recovered.missing_slabs]
+    for slab in recovered.missing_slabs:
+        found = f"{SLAB_FOLDER}/{slab:08x}: missing"
+        if slab in recovered.empty_slabs:
+            report.notes.append(f"{found}, and nothing that was kept stood there")
+        else:
+            report.damage.append(found)
     report.lost += recovered.lost
+    report.notes += [
+        f"session {number:016x}: its KV from token {token:,d} on is gone, and was never kept"
+        for number, token in recovered.unkept
+    ]
     report.restored += recovered.restored
     harmless = "nothing needs it" if not recovered.damage else "not used"
     report.notes += [f"{name}: {harmless}" for name in recovered.dropped_files]
@@ -260,7 +272,9 @@ def _check_slots(disk: DiskPort, image: Image, store_uuid: bytes, report: FsckRe
         own = by_slab[first:last]
         try:
             with _OpenSlab(disk, slab) as opened:
-                report.pages += _damaged_pages(opened, own, image, store_uuid)
+                for page in _damaged_pages(opened, own, image, store_uuid):
+                    kept = page.block < image.sessions[page.session].kept_blocks
+                    (report.pages if kept else report.unkept_pages).append(page)
                 report.unnamed += _unnamed(opened, own, store_uuid)
         except (NotFound, StorageError) as error:
             report.damage.append(f"{SLAB_FOLDER}/{slab.slab:08x}: {error}")

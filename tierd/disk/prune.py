@@ -21,7 +21,11 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(slots=True)
 class Pruned:
-    """What was taken out of the image. `rows` are left; `lost`: (session, first lost token)."""
+    """What was taken out of the image. `rows` are left; `lost`: (session, first lost token).
+
+    `unkept`: the same of what no suspension has kept. `empty_slabs`: those missing that no page
+    of a kept block names.
+    """
 
     rows: int = 0
     drops: list[tuple[int, Keys]] = field(default_factory=list)
@@ -29,7 +33,9 @@ class Pruned:
     cut: list[SessionRecord] = field(default_factory=list)
     truncated: list[tuple[int, int]] = field(default_factory=list)  # (session, first block)
     missing_slabs: list[int] = field(default_factory=list)
+    empty_slabs: list[int] = field(default_factory=list)
     lost: list[tuple[int, int]] = field(default_factory=list)
+    unkept: list[tuple[int, int]] = field(default_factory=list)
     damage: list[str] = field(default_factory=list)
     dropped_pages: int = 0
 
@@ -43,9 +49,11 @@ def prune(image: Image, slab_files: Collection[int]) -> Pruned:
         image.drop_session(number)
     counts = image.row_counts()
     bad = _misplaced(image, counts, slab_files, pruned)
-    _drop(image, counts, bad, pruned)
+    needed = _drop(image, counts, bad, pruned)
     for slab in sorted(set(image.slabs) - set(slab_files)):
         pruned.missing_slabs.append(slab)
+        if slab not in needed:
+            pruned.empty_slabs.append(slab)
         image.drop_slab(slab)
     for session in list(image.sessions.values()):
         if session.state == "parked":
@@ -107,10 +115,12 @@ def _doubled(image: Image, places: npt.NDArray[np.int64], bad: Mask) -> Mask:
     return doubled
 
 
-def _drop(image: Image, counts: dict[int, int], bad: Mask, pruned: Pruned) -> None:
+def _drop(image: Image, counts: dict[int, int], bad: Mask, pruned: Pruned) -> set[int]:
+    """Drop the bad rows; return the slabs that those of kept blocks name."""
+    needed: set[int] = set()
     pruned.dropped_pages += int(np.count_nonzero(bad))
     if not bad.any():
-        return
+        return needed
     ends = np.cumsum(list(counts.values())).tolist()
     for number, count, end in zip(counts, counts.values(), ends, strict=True):
         own = image.rows_of_session(number)[bad[end - count : end]]
@@ -120,9 +130,13 @@ def _drop(image: Image, counts: dict[int, int], bad: Mask, pruned: Pruned) -> No
         pruned.drops.append((number, keys))
         image.drop_pages(number, keys)
         session = image.sessions[number]
+        kept = own[own["block"] < session.kept_blocks]
+        needed.update(kept["slab"].tolist())
         if session.state != "parked":
             first = int(own["block"].min())
-            pruned.lost.append((number, first * session.namespace.geometry.block_tokens))
+            lost = pruned.lost if len(kept) else pruned.unkept
+            lost.append((number, first * session.namespace.geometry.block_tokens))
+    return needed
 
 
 def _cut_at_gap(image: Image, session: SessionRecord, pruned: Pruned) -> None:

@@ -74,6 +74,11 @@ class SessionRecord:
         """Whether it was ever suspended: an engine's end takes nothing of that."""
         return bool(self.token_ids) or self.state == "parked"
 
+    @property
+    def kept_blocks(self) -> int:
+        """How many blocks, from the first, a suspension has kept."""
+        return self.sealed_blocks if self.kept else 0
+
 
 def page_keys(rows: Rows) -> Keys:
     """Return the keys, uint64 [rows]."""

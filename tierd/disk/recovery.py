@@ -62,7 +62,10 @@ SLAB_FOLDER = "slab"
 
 @dataclass(slots=True)
 class RecoveryReport:
-    """What a start found. `seconds` per step; `lost`: (session, first lost token)."""
+    """What a start found. `seconds` per step; `lost`: (session, first lost token).
+
+    `unkept`, `empty_slabs`: see prune.Pruned; nothing that was kept is gone with these.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict)
     snapshot: str = ""
@@ -75,8 +78,10 @@ class RecoveryReport:
     repaired: list[str] = field(default_factory=list)
     dropped_files: list[str] = field(default_factory=list)
     missing_slabs: list[int] = field(default_factory=list)
+    empty_slabs: list[int] = field(default_factory=list)
     dropped_pages: int = 0
     lost: list[tuple[int, int]] = field(default_factory=list)
+    unkept: list[tuple[int, int]] = field(default_factory=list)
     restored: list[int] = field(default_factory=list)  # sessions taken up from their manifests
 
 
@@ -245,8 +250,10 @@ class _Recovery:
         report = self.report
         report.damage += pruned.damage
         report.missing_slabs += pruned.missing_slabs
+        report.empty_slabs += pruned.empty_slabs
         report.dropped_pages = pruned.dropped_pages
         report.lost += pruned.lost
+        report.unkept += pruned.unkept
         report.rows = pruned.rows
         unknown = [f"{SLAB_FOLDER}/{slab:08x}" for slab in sorted(slabs - set(self.image.slabs))]
         if not report.damage:
