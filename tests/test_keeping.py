@@ -10,6 +10,7 @@ import pytest
 from tests.moversteps import cool, demote, intact, start, turns
 from tests.rig import INT8, INT8_BLOCK, LAYERS, RAW_SLOT, Rig, in_loop
 from tierd.disk.faults import FOR_EVER, Fault, FaultKind
+from tierd.disk.fsck import check
 from tierd.disk.simulated import SimulatedDisk
 from tierd.errors import (
     DeadlineExceeded,
@@ -19,6 +20,7 @@ from tierd.errors import (
     TierFull,
 )
 from tierd.keeping import CLAIM_SECONDS
+from tierd.testing import FakeClock
 from tierd.types import CodecId, SessionState, Tier
 
 
@@ -298,7 +300,9 @@ async def test_a_session_that_found_no_room_on_disk_has_blocks_in_ram_alone() ->
     waiting = {key.block for key in keeper.unbacked(session)}
     assert 0 < keeper.ram_only_blocks(session) == len(waiting) <= 4
     assert keeper.ram_only_blocks(first) == 0
-    again = reopened(disk.kill(), cold_blocks=6)
+    disk = disk.kill()
+    assert check(disk, FakeClock()).clean  # nobody was told that it is kept
+    again = reopened(disk, cold_blocks=6)
     assert all(again.store.keeper.ram_only_blocks(found) == 0 for found in again.store.book)
 
 

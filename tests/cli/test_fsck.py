@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.disk.ledgerrig import NAMESPACE, SEGMENT_BYTES, UUID
-from tests.disk.test_fsck import SESSIONS, SLOT_BYTES, store
+from tests.disk.test_fsck import SESSIONS, SLOT_BYTES, store, with_unkept
+from tierd.disk.header import HEADER_BYTES
 from tierd.disk.ledger import Ledger
 from tierd.disk.posix import PosixDisk
 from tierd.disk.records import SessionRecord
@@ -136,3 +137,27 @@ def test_a_folder_that_is_no_store_is_left_alone(tierd: Any, tmp_path: Path, mad
     assert outcome.code == 5
     assert "no store" in outcome.err
     assert not made or not list(place.iterdir())
+
+
+def test_what_was_never_kept_is_told_as_a_note_and_exits_0(tierd: Any, tmp_path: Path) -> None:
+    memory, _ = store()
+    slab = with_unkept(memory)
+    memory.named[f"slab/{slab:08x}"][HEADER_BYTES] ^= 1
+    with PosixDisk(str(tmp_path / "cold"), ephemeral=False):
+        pass
+    for name, data in memory.named.items():
+        (tmp_path / "cold" / name).write_bytes(data)
+    outcome = tierd("fsck", str(tmp_path / "cold"))
+    assert outcome.code == 0, outcome.out
+    assert "note: page: session 0000000000000062" in outcome.out
+    assert "it was never kept" in outcome.out and outcome.out.splitlines()[-1] == "clean"
+
+
+def test_the_command_that_is_proposed_names_the_folder(tierd: Any, folder: Path) -> None:
+    place = folder.with_name("a cold folder")
+    folder.rename(place)
+    (place / "superblock").write_bytes(bytes(16))
+    outcome = tierd("fsck", str(place))
+    assert outcome.code == 1
+    assert f"`tierd fsck '{place}' --rebuild`" in outcome.out
+    assert tierd("fsck", str(place), "--rebuild").code == 0

@@ -184,3 +184,45 @@ def test_a_store_that_nothing_names_is_refused(disk: MemoryDisk) -> None:
         del disk.named[name]
     with pytest.raises(StorageError, match="which store"):
         rebuild(disk, FakeClock())
+
+
+# -- what no suspension has kept -------------------------------------------------------
+
+
+def with_unkept(disk: MemoryDisk) -> int:
+    """Add a session that was never kept, with two pages in a slab of its own; return the slab."""
+    led = opened(disk)
+    slab = led.take_slab_id()
+    disk.create(f"slab/{slab:08x}", SLOT_BYTES * SLOTS)
+    led.add_slab(SlabRecord(slab, NAMESPACE.digest(), SLOT_BYTES, SLOTS))
+    rows = [write_page(disk, slab, slot, 98, 0, slot) for slot in range(2)]
+    led.put_session(SessionRecord(98, NAMESPACE, "running"))
+    led.commit(np.array(rows, dtype=PAGE_ROW))
+    led.close()
+    disk.files.clear()
+    return slab
+
+
+def test_a_slab_that_is_gone_with_pages_that_were_never_kept_is_a_note(disk: MemoryDisk) -> None:
+    slab = with_unkept(disk)
+    del disk.named[f"slab/{slab:08x}"]
+    report = checked(disk)
+    assert report.clean, report
+    notes = " ".join(report.notes)
+    assert f"slab/{slab:08x}: missing" in notes
+    assert "session 0000000000000062: its KV from token 0 on is gone, and was never kept" in notes
+
+
+def test_a_damaged_page_that_was_never_kept_is_a_note_and_a_rebuild_drops_it(
+    disk: MemoryDisk,
+) -> None:
+    slab = with_unkept(disk)
+    disk.named[f"slab/{slab:08x}"][HEADER_BYTES] ^= 1
+    report = checked(disk)
+    assert report.clean and not report.pages, report
+    assert [(page.session, page.slot) for page in report.unkept_pages] == [(98, 0)]
+    report = rebuild(disk, FakeClock())
+    assert report.sound and not report.lost, report
+    disk.files.clear()
+    assert not checked(disk).unkept_pages
+    assert opened(disk).quarantined(slab) == {0}

@@ -356,7 +356,7 @@ def test_what_recovery_left_out_is_said_in_the_journal_first() -> None:
     lost = disk.named.pop(name)
     led = open_ledger(disk)
     assert led.recovery.missing_slabs == [int(name[-8:], 16)]
-    assert led.recovery.lost and not led.slabs()
+    assert led.recovery.unkept and not led.recovery.lost and not led.slabs()
     disk.named[name] = lost  # it is back: what was given up stays given up
     again = open_ledger(disk)
     assert not again.slabs() and not again.recovery.missing_slabs

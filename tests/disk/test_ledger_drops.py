@@ -206,6 +206,7 @@ def test_what_was_put_before_a_drop_does_not_follow_it_however_little_of_a_flush
     operations = disk.operations
     tokens = random.Random(1).randbytes(3 * led._part_bytes + 4)
     led.put_session(SessionRecord(5, NAMESPACE, "running", tokens, 0))
+    led.put_session(SessionRecord(6, NAMESPACE, "running", tokens, 0))
     drop(led, 5)
     assert disk.operations == operations and noted(disk) == ()
     for number in range(100, 140):

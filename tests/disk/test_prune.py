@@ -12,6 +12,7 @@ from tierd.disk.records import SessionRecord, SlabRecord
 SLAB = SlabRecord(1, NAMESPACE.digest(), 8192, SLOTS)
 RUNNING = SessionRecord(7, NAMESPACE, "running")
 PARKED = SessionRecord(7, NAMESPACE, "parked", bytes(4 * 16 * 3), 3)
+RESUMED = replace(PARKED, state="running")
 WHOLE = {(7, block, layer): (1, block * 2 + layer, 1, bytes(16)) for block in range(3)
          for layer in range(2)}  # fmt: skip
 
@@ -69,12 +70,13 @@ def test_pages_of_no_session_go() -> None:
     assert (pruned.orphans, pruned.rows, pruned.dropped_pages) == ([7], 0, 6)
 
 
-@pytest.mark.parametrize("session", [RUNNING, PARKED])
+@pytest.mark.parametrize("session", [RUNNING, RESUMED, PARKED])
 def test_a_slab_that_is_gone_takes_its_pages(session: SessionRecord) -> None:
     image = image_of(session)
     pruned = prune(image, set())
     assert (pruned.missing_slabs, pruned.rows, pruned.dropped_pages) == ([1], 0, 6)
-    assert pruned.lost == [(7, 0)]
+    told = (pruned.lost, pruned.unkept, pruned.empty_slabs)
+    assert told == (([], [(7, 0)], [1]) if session is RUNNING else ([(7, 0)], [], []))
     assert not pruned.damage
     assert not image.slabs
 
@@ -93,8 +95,18 @@ def test_a_place_that_cannot_be_is_damage(put: tuple, what: str) -> None:
     pruned = prune(image, {1})
     assert any(what in text for text in pruned.damage)
     assert pruned.rows == 5
-    assert pruned.lost == [(7, 16)]
+    assert (pruned.lost, pruned.unkept) == ([], [(7, 16)])
     image.check_integrity()
+
+
+def test_pages_beyond_what_a_resumed_session_keeps_are_not_kept() -> None:
+    slabs = {1: SLAB, 2: replace(SLAB, slab=2)}
+    image = Image(slabs=slabs, sessions={7: replace(RESUMED, sealed_blocks=2)})
+    later = {page: (2, *put[1:]) for page, put in WHOLE.items() if page[1] == 2}
+    image.commit(rows_of({**WHOLE, **later}))
+    pruned = prune(image, {1})
+    assert (pruned.lost, pruned.unkept) == ([], [(7, 32)])
+    assert pruned.missing_slabs == pruned.empty_slabs == [2]
 
 
 def test_a_slab_of_another_namespace_is_damage() -> None:

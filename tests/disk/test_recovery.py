@@ -75,7 +75,7 @@ def test_data_without_a_superblock_is_refused(folder: str) -> None:
     for name in [name for name in disk.named if not name.startswith(folder)]:
         del disk.named[name]
     before = dict(disk.named)
-    with pytest.raises(StorageError, match="fsck --rebuild"):
+    with pytest.raises(StorageError, match="fsck memory --rebuild"):
         open_ledger(disk)
     assert disk.named == before
 

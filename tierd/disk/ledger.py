@@ -25,10 +25,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tierd.disk import journal as journals
+from tierd.disk import manifest as manifests
 from tierd.disk import snapshot as snapshots
 from tierd.disk.image import Image, Occupancy
 from tierd.disk.journal import Journal
-from tierd.disk.manifest import Manifests, manifest_of
 from tierd.disk.ports import DiskPort
 from tierd.disk.quarantine import QuarantineLog, quarantine_line
 from tierd.disk.records import (
@@ -102,7 +102,7 @@ class Ledger:
         self._io = threading.Lock()  # the journal's end
         self._snapshot_io = threading.Lock()
         # Under `_io`.
-        self.manifests = Manifests(disk, found.store_uuid, found.manifests.sizes)
+        self.manifests = manifests.Manifests(disk, found.store_uuid, found.manifests.sizes)
         self._unkept: set[int] = set()  # sessions whose manifest goes after the next flush
 
     @classmethod
@@ -276,7 +276,7 @@ class Ledger:
             if record is None or not record.kept:
                 return
             parked = replace(record, state="parked")
-            self.manifests.write(manifest_of(parked, rows, slabs), stamp)
+            self.manifests.write(manifests.manifest_of(parked, rows, slabs), stamp)
 
     @property
     def unmanifested(self) -> list[int]:

@@ -25,6 +25,8 @@ class MemoryDisk:
     loses what was not synced is simulated.SimulatedDisk.
     """
 
+    folder = "memory"
+
     def __init__(
         self, capacity_bytes: int = 2**40, fail: Callable[[str, int], None] | None = None
     ) -> None:

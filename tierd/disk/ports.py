@@ -42,6 +42,10 @@ class DiskPort(Protocol):
     """
 
     @property
+    def folder(self) -> str:
+        """Where its files are, as people would name it to a command."""
+
+    @property
     def direct(self) -> bool:
         """Whether I/O bypasses the page cache."""
 

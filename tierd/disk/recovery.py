@@ -22,6 +22,7 @@ after a kill or a failed sync: `tail`, which the ledger writes once more.
 from __future__ import annotations
 
 import mmap
+import shlex
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -146,13 +147,17 @@ def find_superblock(disk: DiskPort, report: RecoveryReport) -> superblock.Superb
         why = "the file is not there"  # its successor, if there is one, is empty
     chosen = superblock.choose(copies)
     if chosen is None and any(disk.names(folder) for folder in FOLDERS):
-        raise StorageError(f"superblock: {why} and there is data; see `tierd fsck --rebuild`")
+        raise StorageError(f"superblock: {why} and there is data; see `{_rebuild_command(disk)}`")
     if chosen is not None:
         bad = [str(number) for number, copy in enumerate(copies) if copy is None]
         if bad:
             # Two that agree are enough, and this start's update mends the others.
             report.repaired.append(f"superblock: copies {', '.join(bad)} of 0 to 3")
     return chosen
+
+
+def _rebuild_command(disk: DiskPort) -> str:
+    return f"tierd fsck {shlex.quote(disk.folder)} --rebuild"
 
 
 class _Recovery:
@@ -448,7 +453,8 @@ class _Recovery:
             what = f"sector {offset // SECTOR_BYTES} cannot be read: {reason}"
             if self.strict:
                 # It may be readable the next time; going on without it would be for good.
-                raise StorageError(f"{name}: {what}; `tierd fsck --rebuild` goes on without it")
+                command = _rebuild_command(self.disk)
+                raise StorageError(f"{name}: {what}; `{command}` goes on without it")
             piece[:] = bytes(len(piece))
             self._damaged(name, what)
         return None

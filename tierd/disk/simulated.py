@@ -47,6 +47,8 @@ class SimulatedDisk:
     test may look at what a `crash` would leave.
     """
 
+    folder = "simulated"
+
     def __init__(
         self,
         seed: int,
