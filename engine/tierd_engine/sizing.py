@@ -36,7 +36,7 @@ class JobSizes:
 
     `hot_bytes`: what the hot tier allocates, at most its budget. `below_bytes`: what must
     find room below it at once, in warm and cold together; `block_slot_bytes` is the smallest
-    warm tier that holds a block.
+    warm tier that holds a block. `cold_unguarded_bytes`: what cold needs without a guard.
     """
 
     context_tokens: int
@@ -47,6 +47,7 @@ class JobSizes:
     hot_bytes: int
     warm_budget_bytes: int
     cold_needed_bytes: int
+    cold_unguarded_bytes: int
     below_bytes: int
     block_slot_bytes: int
 
@@ -89,10 +90,8 @@ def size_tiers(
             f"{geometry.block_tokens} tokens",
             smallest_bytes=smallest_warm,
         )
-    largest_slots = raw_block_slots if guarded else block_slots
-    cold_blocks = max(0, blocks - hot_blocks - warm_budget // largest_slots)
-    # Pages pass through warm on their way down, so a full warm tier spills one block early.
-    cold_needed = (cold_blocks + 1) * largest_slots + _COLD_SLACK_BYTES if cold_blocks else 0
+    unguarded = _cold_bytes(blocks - hot_blocks, warm_budget, block_slots)
+    guarded_bytes = _cold_bytes(blocks - hot_blocks, warm_budget, raw_block_slots)
     below = (blocks - hot_blocks) * block_slots
     if kept:
         # Sealed blocks alone are kept, and the first of them as it is in hot.
@@ -106,10 +105,18 @@ def size_tiers(
         hot_budget_bytes=hot_budget,
         hot_bytes=hot_blocks * hot_block_bytes(geometry),
         warm_budget_bytes=warm_budget,
-        cold_needed_bytes=cold_needed,
+        cold_needed_bytes=guarded_bytes if guarded else unguarded,
+        cold_unguarded_bytes=unguarded,
         below_bytes=below,
         block_slot_bytes=smallest_warm,
     )
+
+
+def _cold_bytes(blocks: int, warm_bytes: int, block_slots: int) -> int:
+    """Return what cold needs of a disk for the blocks below hot that warm does not hold."""
+    cold_blocks = max(0, blocks - warm_bytes // block_slots)
+    # Pages pass through warm on their way down, so a full warm tier spills one block early.
+    return (cold_blocks + 1) * block_slots + _COLD_SLACK_BYTES if cold_blocks else 0
 
 
 def _block_bytes(geometry: Geometry, choice: CodecChoice) -> tuple[int, int]:

@@ -44,6 +44,7 @@ class FakeWorld:
     report: dict[str, Any] = field(default_factory=lambda: dict(REPORT))
     during_job: Callable[[Any], None] = lambda events: None
     cold_needed_bytes: int = 8192
+    cold_unguarded_bytes: int = 8192
     client_stats: dict[str, Any] = field(default_factory=dict)
     client_sessions: list[dict[str, Any]] = field(default_factory=list)
     hints: list[Any] = field(default_factory=list)
@@ -93,7 +94,8 @@ def _runner(world: FakeWorld) -> ModuleType:
         world.specs.append(spec)
         sizes = SimpleNamespace(
             hot_budget_bytes=1024, hot_bytes=world.hot_bytes, warm_budget_bytes=4096,
-            cold_needed_bytes=world.cold_needed_bytes, context_tokens=300,
+            cold_needed_bytes=world.cold_needed_bytes,
+            cold_unguarded_bytes=world.cold_unguarded_bytes, context_tokens=300,
         )  # fmt: skip
         return SimpleNamespace(spec=spec, sizes=sizes, device=world.device)
 

@@ -36,6 +36,14 @@ def test_help_lists_every_verb_and_imports_nothing_heavy() -> None:
     assert "loaded: []" in done.stdout
 
 
+@pytest.mark.parametrize("verb", [[], ["config"]])
+def test_without_a_verb_the_help_is_printed_and_nothing_else(tierd: Any, verb: list[str]) -> None:
+    helped, bare = tierd(*verb, "--help"), tierd(*verb)
+    assert (helped.code, bare.code) == (0, 2)  # what a script did not mean to say is no success
+    assert bare.out == helped.out and "Usage: tierd" in bare.out
+    assert bare.err == helped.err == ""
+
+
 @pytest.mark.parametrize(
     "arguments", [["nonsense"], ["generate", "--model", "m"], ["demo", "--codec", "int3"]]
 )

@@ -253,8 +253,17 @@ def test_a_folder_that_takes_no_file_is_named_with_the_reason(
         (["stats", "--watch", "nan"], "--watch"),
         (["sessions", "--drop", ""], "--drop is empty"),
         (["hint", "", "--deadline", "1s"], "SESSION is empty"),
-        (["hint", "ab", "--deadline", "1s", "--first-token", "9" * 20], "--first-token"),
-        (["hint", "ab", "--deadline", "1s", "--last-token", "9" * 20], "--last-token"),
+        (["sessions", "--drop", "12", "--yes"], "--drop: '12' is not a session id: it has 16 hex"),
+        (["sessions", "--drop", "z" * 16, "--yes"], "is not a session id: it has 16 hex digits"),
+        (["hint", "abc", "--deadline", "1s"], "SESSION: 'abc' is not a session id: it has 16 hex"),
+        (
+            ["hint", "00000000000000ab", "--deadline", "1s", "--first-token", "9" * 20],
+            "--first-token",
+        ),
+        (
+            ["hint", "00000000000000ab", "--deadline", "1s", "--last-token", "9" * 20],
+            "--last-token",
+        ),
     ],
 )
 def test_odd_values_are_refused_before_a_daemon_is_asked(

@@ -192,6 +192,16 @@ def test_a_cold_folder_that_is_too_small_is_named_with_what_is_needed(
     assert world.sockets == []
 
 
+@pytest.mark.parametrize(("unguarded_bytes", "helps"), [(8192, True), (1 << 59, False)])
+def test_a_folder_too_small_for_the_guard_alone_names_the_way_without_it(
+    tierd: Any, world: Any, tmp_path: Path, unguarded_bytes: int, helps: bool
+) -> None:
+    world.cold_needed_bytes, world.cold_unguarded_bytes = 1 << 60, unguarded_bytes
+    err = tierd("demo", "--cold-dir", str(tmp_path)).err
+    assert ("--no-guard: it needs 8.0 KiB" in err) == helps
+    assert ("--no-guard" in err) == helps
+
+
 def test_a_cold_folder_that_is_a_file_is_refused(tierd: Any, world: Any, tmp_path: Path) -> None:
     outcome = tierd("demo", "--cold-dir", document(tmp_path))
     assert outcome.code == 1

@@ -57,15 +57,16 @@ def test_stats_as_json_are_versioned(tierd: Any, world: Any) -> None:
 
 
 def test_sessions_are_listed(tierd: Any, world: Any) -> None:
-    world.client_sessions = [{"id": "abc", "state": "suspended", "tokens": 512}]
+    world.client_sessions = [{"id": "0000000000000abc", "state": "suspended", "tokens": 512}]
     shown = tierd("sessions", "--daemon", "/run/t.sock").out
-    assert "abc" in shown and "suspended" in shown and "512" in shown
+    assert "0000000000000abc" in shown and "suspended" in shown and "512" in shown
     parsed = json.loads(tierd("sessions", "--daemon", "/run/t.sock", "--json").out)
     assert parsed == {"version": 1, "sessions": world.client_sessions}
 
 
 ROW = {
-    "id": "abc", "state": "suspended", "kept": True, "ram_only_blocks": 0, "codec": "int4",
+    "id": "0000000000000abc", "state": "suspended", "kept": True, "ram_only_blocks": 0,
+    "codec": "int4",
     "page_codecs": ["int4"] * 4, "block_tokens": 256, "tokens": 1030, "sealed_blocks": 4,
 }  # fmt: skip
 
@@ -94,15 +95,17 @@ def test_a_session_is_shown_as_it_is_stored_and_as_it_is_kept(
 
 
 def test_a_session_is_dropped_only_with_yes_and_only_if_suspended(tierd: Any, world: Any) -> None:
-    world.client_sessions = [{"id": "abc", "state": "suspended", "tokens": 512},
-                             {"id": "def", "state": "running", "tokens": 0}]  # fmt: skip
-    outcome = tierd("sessions", "--daemon", "/run/t.sock", "--drop", "abc")
+    world.client_sessions = [
+        {"id": "0000000000000abc", "state": "suspended", "tokens": 512},
+        {"id": "0000000000000def", "state": "running", "tokens": 0},
+    ]
+    outcome = tierd("sessions", "--daemon", "/run/t.sock", "--drop", "0000000000000abc")
     assert outcome.code == 2 and "512 tokens" in outcome.err and "--yes" in outcome.err
-    outcome = tierd("sessions", "--daemon", "/run/t.sock", "--drop", "def", "--yes")
+    outcome = tierd("sessions", "--daemon", "/run/t.sock", "--drop", "0000000000000def", "--yes")
     assert outcome.code == 2 and "running" in outcome.err
     assert world.closed == []
-    outcome = tierd("sessions", "--daemon", "/run/t.sock", "--drop", "abc", "--yes")
-    assert outcome.code == 0 and world.closed == ["abc"]
+    outcome = tierd("sessions", "--daemon", "/run/t.sock", "--drop", "0000000000000abc", "--yes")
+    assert outcome.code == 0 and world.closed == ["0000000000000abc"]
     assert tierd("sessions", "--daemon", "/run/t.sock", "--yes").code == 2
 
 
@@ -114,7 +117,7 @@ def test_no_sessions_are_said_to_be_none(tierd: Any, world: Any) -> None:
 def test_what_a_session_does_not_have_is_a_dash_and_seconds_have_their_unit(
     tierd: Any, world: Any
 ) -> None:
-    world.client_sessions = [{"id": "abc", "state": "running", "engine": None,
+    world.client_sessions = [{"id": "0000000000000abc", "state": "running", "engine": None,
                               "unused_seconds": 1.25}]  # fmt: skip
     shown = tierd("sessions", "--daemon", "/run/t.sock").out
     assert "None" not in shown and "1.2 s" in shown
@@ -132,15 +135,15 @@ def test_tables_have_no_trailing_spaces(tierd: Any, world: Any) -> None:
         (["--deadline", "0"], "--deadline 0 must be more than 0 s and at most 3600 s"),
         (["--deadline", "2h"], "at most 3600 s"),
         (["--deadline", "2s", "--priority", "99999999999"], "--priority"),
-        (["--deadline", "2s", "--first-token", "512"], "past the end: session abc has 512 tokens"),
+        (["--deadline", "2s", "--first-token", "512"], "session 0000000000000abc has 512 tokens"),
         (["--deadline", "2s", "--first-token", "9", "--last-token", "8"], "comes before"),
     ],
 )
 def test_a_hint_that_cannot_help_is_refused(
     tierd: Any, world: Any, more: list[str], words: str
 ) -> None:
-    world.client_sessions = [{"id": "abc", "state": "suspended", "tokens": 512}]
-    outcome = tierd("hint", "abc", *more, "--daemon", "/run/t.sock")
+    world.client_sessions = [{"id": "0000000000000abc", "state": "suspended", "tokens": 512}]
+    outcome = tierd("hint", "0000000000000abc", *more, "--daemon", "/run/t.sock")
     assert outcome.code == 2
     assert words in outcome.err and outcome.err.count("\n") == 1
     assert world.hints == []
@@ -150,17 +153,17 @@ def test_a_hint_is_kept_open_until_its_deadline(
     tierd: Any, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    world.client_sessions = [{"id": "abc", "state": "suspended", "tokens": 512}]
+    world.client_sessions = [{"id": "0000000000000abc", "state": "suspended", "tokens": 512}]
     monkeypatch.setattr(hint.time, "sleep", slept.append)
     outcome = tierd(
-        "hint", "abc", "--deadline", "250ms", "--confidence", "0.5", "--daemon", "/run/t.sock",
-        "--json",
+        "hint", "0000000000000abc", "--deadline", "250ms", "--confidence", "0.5", "--json",
+        "--daemon", "/run/t.sock",
     )  # fmt: skip
     assert json.loads(outcome.out) == {
         "version": 1, "hint_id": 7, "pages": 30, "moving": 30, "estimated_seconds": 0.25,
     }  # fmt: skip
     ((session, wish),) = world.hints
-    assert session == "abc"
+    assert session == "0000000000000abc"
     assert (wish["deadline_seconds"], wish["confidence"]) == (0.25, 0.5)
     assert slept == [0.25]
 
@@ -168,12 +171,12 @@ def test_a_hint_is_kept_open_until_its_deadline(
 def test_a_hint_says_which_of_its_pages_will_not_come_up_and_why(
     tierd: Any, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.client_sessions = [{"id": "abc", "state": "suspended", "tokens": 512}]
+    world.client_sessions = [{"id": "0000000000000abc", "state": "suspended", "tokens": 512}]
     monkeypatch.setattr(hint.time, "sleep", lambda seconds: None)
-    outcome = tierd("hint", "abc", "--deadline", "1s", "--daemon", "/run/t.sock")
+    outcome = tierd("hint", "0000000000000abc", "--deadline", "1s", "--daemon", "/run/t.sock")
     assert "will not come up" not in outcome.err
     world.ticket = {"left_cold": 1200, "why": "warm is full"}
-    outcome = tierd("hint", "abc", "--deadline", "1s", "--daemon", "/run/t.sock")
+    outcome = tierd("hint", "0000000000000abc", "--deadline", "1s", "--daemon", "/run/t.sock")
     assert outcome.err == "tierd: about 1,200 pages will not come up: warm is full\n"
     assert "left cold" in outcome.out and "1200" in outcome.out
 
@@ -188,10 +191,10 @@ def test_a_hint_says_which_of_its_pages_will_not_come_up_and_why(
 def test_a_hint_of_which_nothing_moves_says_so_and_estimates_nothing(
     tierd: Any, world: Any, monkeypatch: pytest.MonkeyPatch, ticket: dict[str, Any], words: str
 ) -> None:
-    world.client_sessions = [{"id": "abc", "state": "suspended", "tokens": 512}]
+    world.client_sessions = [{"id": "0000000000000abc", "state": "suspended", "tokens": 512}]
     world.ticket = {"moving": 0, "estimated_seconds": None, **ticket}
     monkeypatch.setattr(hint.time, "sleep", lambda seconds: None)
-    command = ["hint", "abc", "--deadline", "1s", "--daemon", "/run/t.sock"]
+    command = ["hint", "0000000000000abc", "--deadline", "1s", "--daemon", "/run/t.sock"]
     outcome = tierd(*command)
     assert words in outcome.out and "None" not in outcome.out
     found = json.loads(tierd(*command, "--json").out)
@@ -199,12 +202,14 @@ def test_a_hint_of_which_nothing_moves_says_so_and_estimates_nothing(
 
 
 def test_a_deadline_that_is_no_duration_is_a_usage_error(tierd: Any, world: Any) -> None:
-    outcome = tierd("hint", "abc", "--deadline", "soon", "--daemon", "/run/t.sock")
+    outcome = tierd("hint", "0000000000000abc", "--deadline", "soon", "--daemon", "/run/t.sock")
     assert outcome.code == 2
     assert "'soon' is not a duration" in outcome.err
 
 
-@pytest.mark.parametrize("verb", [["stats"], ["sessions"], ["hint", "abc", "--deadline", "2s"]])
+@pytest.mark.parametrize(
+    "verb", [["stats"], ["sessions"], ["hint", "0000000000000abc", "--deadline", "2s"]]
+)
 def test_an_absent_daemon_exits_3(tierd: Any, world: Any, verb: list[str]) -> None:
     world.connect_error = DaemonUnavailable("no daemon at /run/t.sock")
     outcome = tierd(*verb, "--daemon", "/run/t.sock", "--json")
@@ -216,4 +221,6 @@ def test_an_unknown_session_exits_5(
     tierd: Any, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.connect_error = NotFound("session abc not found")
-    assert tierd("hint", "abc", "--deadline", "2s", "--daemon", "/run/t.sock").code == 5
+    assert (
+        tierd("hint", "0000000000000abc", "--deadline", "2s", "--daemon", "/run/t.sock").code == 5
+    )

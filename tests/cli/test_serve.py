@@ -80,6 +80,17 @@ def test_a_daemon_that_cannot_start_says_why_in_one_line(tierd: Any, tmp_path: P
     assert outcome.err.startswith("tierd: error: ")
 
 
+def test_a_socket_that_is_taken_is_refused_before_a_folder_is_made(
+    tierd: Any, served: Any, tmp_path: Path
+) -> None:
+    socket, _ = served
+    stats_when_up(tierd, socket)
+    other = tmp_path / "other"
+    outcome = tierd("serve", "--socket", socket, "--cold-dir", str(other))
+    assert outcome.code == 2 and "another daemon serves" in outcome.err
+    assert not other.exists()
+
+
 def test_a_small_cold_cap_is_nothing_to_warn_of(tierd: Any, served: Any) -> None:
     socket, process = served
     stats_when_up(tierd, socket)

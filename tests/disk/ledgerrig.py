@@ -19,7 +19,7 @@ from tierd.disk.ledger import Ledger
 from tierd.disk.ports import DiskPort
 from tierd.disk.records import PAGE_ROW, SessionRecord, SlabRecord
 from tierd.disk.recovery import recover
-from tierd.testing import FakeClock
+from tierd.testing import FakeClock, SimulatedDisk
 from tierd.types import DType, Geometry, Namespace
 
 LAYERS, BLOCK_TOKENS, TOKEN_BYTES = 2, 16, 4
@@ -44,6 +44,13 @@ class State:
 
     def copy(self) -> State:
         return State(dict(self.sessions), dict(self.pages), dict(self.slabs), dict(self.bad))
+
+    def without(self, number: int) -> State:
+        """Return this state less a session and its pages."""
+        left = self.copy()
+        left.sessions.pop(number, None)
+        left.pages = {page: put for page, put in self.pages.items() if page[0] != number}
+        return left
 
     def pruned(self, slab_files: set[int]) -> State:
         """Return what recovery leaves of this state."""
@@ -94,9 +101,11 @@ def rows_of(pages: dict[Page, Put]) -> np.ndarray[Any, Any]:
     return rows
 
 
-def open_ledger(disk: DiskPort) -> Ledger:
+def open_ledger(disk: DiskPort, *, patient: bool = False) -> Ledger:
     """Open a ledger with the smallest segments."""
-    return Ledger.open(disk, new_uuid=lambda: UUID, clock=FakeClock(), segment_bytes=SEGMENT_BYTES)
+    return Ledger.open(
+        disk, new_uuid=lambda: UUID, clock=FakeClock(), segment_bytes=SEGMENT_BYTES, patient=patient
+    )
 
 
 class Rig:
@@ -194,6 +203,31 @@ class Rig:
             said = sorted((p[1], p[2]) for p in self.now.pages.values() if p[0] == slab)
             got = list(zip(occupied.slots.tolist(), occupied.generations.tolist(), strict=True))
             assert got == said, f"seed {self.seed}"
+
+    def start_on_a_full_disk(self, *, cut_power: bool) -> None:
+        """The process dies and starts where no byte is free; sessions are dropped there.
+
+        Then there is space, or the power goes: what was dropped is gone, whatever else is found.
+        """
+        assert isinstance(self.disk, SimulatedDisk)
+        disk = self.disk.kill()
+        disk.capacity_bytes = disk.used_bytes()
+        led = open_ledger(disk, patient=True)
+        assert led.waiting, f"seed {self.seed}"
+        self.check_found(state_of(led._image), slab_files(disk))
+        for number in self.draw.sample(sorted(led.sessions()), min(2, len(led.sessions()))):
+            led.forget(number)
+            led.drop_session(number)
+            self.states = [state.without(number) for state in self.states]
+        led.check_integrity()
+        if cut_power:
+            disk = disk.crash()
+        disk.capacity_bytes = 2**40
+        if not cut_power:
+            led.flush(sync=True)
+            led.check_integrity()
+            disk = disk.kill()
+        self.adopt(disk)
 
     # -- steps ----------------------------------------------------------------------
     def step(self) -> None:

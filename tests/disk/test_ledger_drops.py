@@ -10,7 +10,16 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from tests.disk.ledgerrig import NAMESPACE, SEGMENT_BYTES, UUID, Rig, State, slab_files, state_of
+from tests.disk.ledgerrig import (
+    NAMESPACE,
+    SEGMENT_BYTES,
+    UUID,
+    Rig,
+    State,
+    open_ledger,
+    slab_files,
+    state_of,
+)
 from tierd.disk import journal
 from tierd.disk.fsck import check, rebuild
 from tierd.disk.ledger import BUFFER_BYTES_MAX, Ledger
@@ -34,9 +43,7 @@ ANEW = bytes(range(1, 65))  # token ids that no session of the rig has
 
 
 def patient(disk: SimulatedDisk) -> Ledger:
-    return Ledger.open(
-        disk, new_uuid=lambda: UUID, clock=FakeClock(), segment_bytes=SEGMENT_BYTES, patient=True
-    )
+    return open_ledger(disk, patient=True)
 
 
 def found_on(disk: SimulatedDisk) -> State:
@@ -73,13 +80,6 @@ def drop(led: Ledger, number: int) -> None:
     led.drop_session(number)
 
 
-def without(state: State, number: int) -> State:
-    """Return a state less a session and its pages."""
-    sessions = {n: record for n, record in state.sessions.items() if n != number}
-    pages = {page: put for page, put in state.pages.items() if page[0] != number}
-    return State(sessions, pages, state.slabs, state.bad)
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_a_session_dropped_while_it_waits_is_gone_and_all_else_is_there(seed: int) -> None:
     disk, number = full(seed)
@@ -90,7 +90,7 @@ def test_a_session_dropped_while_it_waits_is_gone_and_all_else_is_there(seed: in
     assert noted(disk) == (number,) and manifest_name(number) not in disk.names("kept")
     led.check_integrity()
     for after in (disk.crash([]), *(disk.crash() for _ in range(10)), disk.kill()):
-        assert found_on(after) == without(before, number)
+        assert found_on(after) == before.without(number)
         after.capacity_bytes = after.used_bytes()
         again = patient(after)  # on a disk that is still full, and then is not
         assert again.waiting and number not in again.sessions()
@@ -98,7 +98,7 @@ def test_a_session_dropped_while_it_waits_is_gone_and_all_else_is_there(seed: in
         again.flush(sync=True)
         assert noted(after) == ()
         for later in (after.crash([]), after.crash(), after.kill()):
-            assert found_on(later) == without(before, number)
+            assert found_on(later) == before.without(number)
             assert manifest_name(number) not in later.names("kept")
 
 

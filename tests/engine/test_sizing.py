@@ -198,6 +198,8 @@ def test_a_guarded_job_has_disk_for_raw_pages_and_the_same_warm() -> None:
     raw = _mixed("0.25GiB", layers="0-29=raw").block_slot_bytes
     blocks = 17 - 4 - plain.warm_budget_bytes // raw
     assert guarded.cold_needed_bytes >= blocks * raw > plain.cold_needed_bytes
+    unguarded = guarded.cold_unguarded_bytes
+    assert unguarded == plain.cold_unguarded_bytes == plain.cold_needed_bytes
 
 
 def test_a_model_without_rope_is_not_told_to_scale_it() -> None:

@@ -1,4 +1,4 @@
-"""The ledger against plain dicts, by random steps with starts, kills and power cuts.
+"""The ledger against plain dicts, by random steps with starts, kills, power cuts, full disks.
 
 After each step the ledger's own integrity holds and it has what was said; after
 each end of the machine it has a state that was, no older than acknowledged.
@@ -78,6 +78,12 @@ class LedgerMachine(RuleBasedStateMachine):
         keep = {n for n in range(self.disk.pending()) if draw.random() < 0.5}
         self.disk = self.disk.crash(keep, torn=torn)
         self.rig.adopt(self.disk)
+
+    @rule(seed=SEEDS, cut_power=st.booleans())
+    def start_on_a_full_disk(self, seed: int, cut_power: bool) -> None:
+        self._draw(seed)
+        self.rig.start_on_a_full_disk(cut_power=cut_power)
+        self.disk = self.rig.disk
 
     @invariant()
     def holds_what_was_said(self) -> None:

@@ -72,7 +72,14 @@ class _Command(TyperCommand):
 
 
 class _Group(TyperGroup):
-    """Verbs whose help is written like all else."""
+    """Verbs whose help is written like all else, also where none is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take the arguments; without any, write the help and end. Raises typer.Exit too."""
+        if not args and self.no_args_is_help and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help(), color=ctx.color)
+            raise typer.Exit(exits.USAGE)
+        return list(super().parse_args(ctx, args))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help. Raises ReaderGone, OutputFailed."""

@@ -104,13 +104,19 @@ def rope_scaling(option: str, value: str) -> str:
     return value
 
 
-def cold_folder(option: str, value: str | None) -> Path | None:
-    """Return a folder for cold pages, made if it is the only one missing in its path."""
+def folder(option: str, value: str | None) -> Path | None:
+    """Return the path of a folder, which need not be there."""
     if named(option, value) is None:
         return None
-    folder = Path(os.path.expanduser(str(value))).absolute()
-    usable_folder(folder)
-    return folder
+    return Path(os.path.expanduser(str(value))).absolute()
+
+
+def cold_folder(option: str, value: str | None) -> Path | None:
+    """Return a folder for cold pages, made if it is the only one missing in its path."""
+    found = folder(option, value)
+    if found is not None:
+        usable_folder(found)
+    return found
 
 
 def usable_folder(folder: Path) -> None:

@@ -33,7 +33,7 @@ Session = Annotated[
     str,
     typer.Argument(
         metavar="SESSION",
-        callback=options.checked("SESSION", checks.named),
+        callback=options.checked("SESSION", checks.session),
         help="An id from `tierd sessions`.",
     ),
 ]

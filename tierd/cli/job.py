@@ -145,7 +145,7 @@ def _daemon_for(placement: Placement, sizes: JobSizes, hot_bytes: int) -> Iterat
         cold_folder=None if folder is None else str(folder),
         cold_needed_bytes=sizes.cold_needed_bytes,
     )
-    _require_room(Path(config.cold.folder), sizes.cold_needed_bytes)
+    _require_room(Path(config.cold.folder), sizes.cold_needed_bytes, sizes.cold_unguarded_bytes)
     with EmbeddedDaemon(config) as daemon:
         yield daemon.socket
 
@@ -161,16 +161,25 @@ def _require_memory(needed_bytes: int, options: str) -> None:
         )
 
 
-def _require_room(folder: Path, needed_bytes: int) -> None:
-    """Raise StorageError or StorageFull, naming the folder, if the job cannot use it."""
+def _require_room(folder: Path, needed_bytes: int, unguarded_bytes: int) -> None:
+    """Raise StorageError or StorageFull, naming the folder, if the job cannot use it.
+
+    `unguarded_bytes`: what it needs where no layer may get a better codec than was asked for.
+    """
     checks.usable_folder(folder)
     try:
         free = int(shutil.disk_usage(folder).free * COLD_FREE_SHARE)
     except OSError as error:
         raise StorageError(f"cold folder {folder} cannot be used: {error.strerror}") from None
     if free < needed_bytes:
+        unguarded = ""
+        if unguarded_bytes <= free:
+            unguarded = (
+                f", or --no-guard: it needs {format_size(unguarded_bytes)}, the guard may keep "
+                "every layer raw"
+            )
         raise StorageFull(
             f"cold folder {folder} has {format_size(free)} free; the job needs "
             f"{needed_bytes} bytes ({format_size(needed_bytes)}): "
-            "free some, or give a larger --warm, --hot or another --cold-dir"
+            f"free some, or give a larger --warm, --hot or another --cold-dir{unguarded}"
         )

@@ -78,20 +78,26 @@ def serve(
 
     It ends on SIGTERM, SIGHUP or Ctrl-C.
     """
-    folder = checks.cold_folder("--cold-dir", cold_dir)
+    folder = checks.folder("--cold-dir", cold_dir)
     settings: dict[str, Any] = {
         "service.socket": socket,
         "warm.budget_bytes": None if warm is None else _warm_bytes("--warm", warm),
         "cold.folder": None if folder is None else str(folder),
         "cold.cap_bytes": None if cold_cap is None else _cap_bytes("--cold-cap", cold_cap),
     }
-    if folder is None and config is None:
-        _make_usual_folder()
     given = {name: value for name, value in settings.items() if value is not None}
+    from tierd.bootstrap import require_free_socket
     from tierd.config import load_config
+
+    loaded = load_config(config, overrides=given)
+    require_free_socket(loaded.service.socket)  # a daemon that is not to be makes no folder
+    if folder is not None:
+        checks.usable_folder(folder)
+    elif config is None:
+        _make_usual_folder()
     from tierd.daemon import Daemon
 
-    asyncio.run(_serve(Daemon(load_config(config, overrides=given))))
+    asyncio.run(_serve(Daemon(loaded)))
 
 
 def _make_usual_folder() -> None:

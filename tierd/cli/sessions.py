@@ -30,7 +30,7 @@ Drop = Annotated[
     typer.Option(
         "--drop",
         metavar="SESSION",
-        callback=options.checked("--drop", checks.named),
+        callback=options.checked("--drop", checks.session),
         help="End this suspended session: it is gone.",
     ),
 ]
