@@ -406,9 +406,9 @@ def _closed_after(
 ) -> Iterator[tuple[Client, SessionHandle]]:
     try:
         yield client, handle
-    except BaseException:
+    except BaseException as error:
         handle.close()
-        if spec.resume is not None:
+        if spec.resume is not None and not isinstance(error, NotDropped):  # that one says what is
             events.note(f"session {spec.resume} is kept as it was")
         raise
     handle.close(discard=True)

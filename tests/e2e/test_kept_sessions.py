@@ -21,12 +21,13 @@ from tierd.errors import (
     LayoutMismatch,
     NotFound,
     StorageError,
+    StorageFull,
     TierdError,
     TierFull,
 )
 from tierd.handle import SessionHandle
 from tierd_engine import runner
-from tierd_engine.report import NotKept
+from tierd_engine.report import NotDropped, NotKept
 from tierd_engine.runner import JobSpec, prepare_job, run_job
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
@@ -114,7 +115,11 @@ def test_a_resumed_session_is_kept_again_with_its_answer_unless_dropped(
 
 @pytest.mark.parametrize(
     ("error", "note"),
-    [(TierFull("no room"), False), (DeadlineExceeded("no answer"), True)],
+    [
+        (TierFull("no room"), False),
+        (StorageFull("no space"), False),
+        (DeadlineExceeded("no answer"), True),
+    ],
 )
 def test_an_answer_is_not_lost_with_its_session(
     spec: JobSpec, daemon: EmbeddedDaemon, monkeypatch: pytest.MonkeyPatch,
@@ -138,7 +143,31 @@ def test_an_answer_is_not_lost_with_its_session(
     assert found["session"] == {"id": session, "kept": False}
     assert rows(daemon.socket) == before
     assert ("may be kept now" in " ".join(events.notes)) == note
+    assert ("stays as it was kept before this job" in str(not_kept.value)) != note
     assert run(next_question(spec, session), daemon.socket)["text"] == found["text"]
+
+
+@pytest.mark.parametrize("error", [StorageFull("it stays"), DeadlineExceeded("gone, or not")])
+def test_an_answer_is_not_lost_with_a_drop_that_is_refused(
+    spec: JobSpec, daemon: EmbeddedDaemon, monkeypatch: pytest.MonkeyPatch, error: TierdError
+) -> None:
+    session = run(spec, daemon.socket)["session"]["id"]
+    before = rows(daemon.socket)
+
+    def refuse(handle: SessionHandle) -> None:
+        raise error
+
+    events = Events()
+    with monkeypatch.context() as patch, pytest.raises(NotDropped, match=str(error)) as refused:
+        patch.setattr(SessionHandle, "discard", refuse)
+        run(next_question(spec, session, drop=True), daemon.socket, events)
+    found = refused.value.report.to_dict()
+    assert refused.value.exit_code == error.exit_code and found["text"]
+    assert found["session"] == {"id": session, "kept": True}
+    assert rows(daemon.socket) == before
+    assert not any("kept as it was" in note for note in events.notes)
+    run(next_question(spec, session, drop=True), daemon.socket)
+    assert rows(daemon.socket) == []
 
 
 def kill(number: int) -> Callable[[], None]:
