@@ -4,12 +4,13 @@ import pytest
 
 from tests.moversteps import demote, start, turns
 from tests.rig import INT8, INT8_BLOCK, Rig, in_loop
-from tests.test_full_disk import dropped, full, while_it_waits
+from tests.test_full_disk import FULL, dropped, full, while_it_waits
 from tests.test_keeping import kept, make, reopened, resumed, suspend
 from tierd.adoption import Found
 from tierd.backups import AGAIN_SECONDS
 from tierd.disk.faults import Fault, FaultKind
 from tierd.disk.fsck import check
+from tierd.disk.records import SessionRecord
 from tierd.disk.simulated import SimulatedDisk
 from tierd.errors import DeadlineExceeded, NotFound, StorageError, StorageFull
 from tierd.testing import FakeClock
@@ -235,3 +236,19 @@ async def test_a_drop_whose_sync_fails_says_what_a_restart_may_do() -> None:
         await dropped(rig, number)
     with pytest.raises(NotFound):
         rig.store.session(number)
+
+
+@in_loop
+async def test_a_drop_that_finds_no_space_says_so_and_is_durable_once_there_is_some() -> None:
+    disk = SimulatedDisk(1)
+    rig = make(disk, warm_blocks=16)
+    number, other = (await kept(rig)).number, (await kept(rig)).number
+    disk.plan.add(FULL)
+    # More than is left of the journal's segment: the next cannot be made.
+    rig.ledger.put_session(SessionRecord(7**9, INT8, "running", bytes(60 * 1024)))
+    with pytest.raises(StorageFull, match=r"gone here, .* make room outside the cold folder"):
+        await dropped(rig, number)
+    assert not rig.store.ledger.waiting
+    disk.plan.clear()
+    await while_it_waits(rig)
+    gone(disk.kill(), number, other)

@@ -16,6 +16,7 @@ Invariants:
   a session that was never kept is in the book only while an engine owns it
   it is recorded before it may have a page: a restart holds slots for those it knows
   a suspended session with a page in RAM alone is among `ram_only`, unless all ends with the daemon
+  one of these is not parked in the ledger: nobody was told that it is kept
   while a session is unclaimed, no warm slab is made: the budget is for those that it may bring
 """
 

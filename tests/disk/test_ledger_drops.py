@@ -364,6 +364,7 @@ def test_fsck_finds_nothing_wrong_with_a_session_dropped_while_the_ledger_waited
     disk = disk.crash([])
     report = check(disk, FakeClock())
     assert report.clean and not report.strays, report
+    assert any(note.startswith("sessions dropped on a full disk") for note in report.notes)
     disk.capacity_bytes = 2**40
     report = rebuild(disk, FakeClock())
     assert report.sound and number not in report.restored, report

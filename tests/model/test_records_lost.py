@@ -64,6 +64,10 @@ def drive(seed: int) -> Driven:
         (1, lambda: machine.die(draw.choice((1, 2)), True)),
         (1, lambda: machine.killed_and_handed_back(True)),
         (1, lambda: machine.all_stops(draw, draw.random() < 0.5, True)),
+        (
+            1,
+            lambda: machine.all_stops_and_the_disk_is_full(draw, pick(), draw.random() < 0.5, True),
+        ),
         (2, lambda: machine.all_records_are_lost(draw.random() < 0.5, True)),
     ]
     try:
@@ -84,6 +88,7 @@ def test_kept_sessions_are_rebuilt_as_they_were_acknowledged_or_a_prefix_of_that
     machines = [drive(seed) for seed in range(RUNS)]
     assert sum(machine.whole_sessions for machine in machines) > RUNS // 3
     assert sum(machine.cut_sessions for machine in machines) > 0
+    assert sum(len(machine.dropped) for machine in machines) > RUNS // 3
 
 
 def test_this_would_notice_a_page_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

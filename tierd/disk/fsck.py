@@ -122,6 +122,11 @@ def _check_records(disk: DiskPort, clock: Clock, report: FsckReport) -> Recovere
     report.sessions, report.slabs = len(found.image.sessions), len(found.image.slabs)
     if found.fresh:
         report.notes.append("there is no store here yet")
+    if found.superblock.dropped:
+        report.notes.append(
+            "sessions dropped on a full disk, which the journal names once there is space: "
+            f"{len(found.superblock.dropped)}"
+        )
     _tell(report, found.report)
     readers: list[tuple[str, Callable[[str], object]]] = [
         (snapshot.FOLDER, lambda name: snapshot.read_snapshot(
