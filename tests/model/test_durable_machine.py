@@ -82,20 +82,16 @@ class DurableMachine(RuleBasedStateMachine):
         self.known: dict[int, Known] = {}
         self.commits = 0
         self.first_number = 1
-        self.full = False  # whether the next start finds no byte free
-        self.dropped: set[int] = set()  # for good, each acknowledged
         self.boot(SimulatedDisk(1))
 
     def boot(self, disk: SimulatedDisk) -> None:
         self.disk = disk
-        disk.capacity_bytes = disk.used_bytes() if self.full else 2**40
         self.rig = Rig(
-            8 * INT8_BLOCK, 12 * INT8_BLOCK, disk, durable=True, patient=self.full,
+            8 * INT8_BLOCK, 12 * INT8_BLOCK, disk, durable=True, patient=True,
             first_number=self.first_number,
         )  # fmt: skip
         self.first_number += 100
         self.store = self.rig.store
-        assert not self.dropped & {session.number for session in self.store.sessions()}
         self.alive: set[int] = set()
         self.recorded: list[tuple[Demotion, int]] = []  # no flush has shown them yet
 
@@ -341,28 +337,6 @@ class DurableMachine(RuleBasedStateMachine):
         for number in set(there) - set(self.known):
             assert cut, "a session that was discarded is back"
             self.store.close_session(number)
-
-    @rule(keep=st.randoms(use_true_random=False), pick=picks, cut=st.booleans(), sure=seldom)
-    def all_stops_and_the_disk_is_full(self, keep: Any, pick: int, cut: bool, sure: bool) -> None:
-        """The next start has no room to write; a session is dropped; space comes, or power goes."""
-        if not sure:
-            return
-        self.full = True
-        self.all_stops(keep, False, True)
-        self.full = False
-        assert self.rig.ledger.waiting
-        session = self.pick(pick, owned=False)
-        if session is not None:
-            self.rig.ledger.forget(session.number)
-            self.store.close_session(session.number)
-            self.dropped.add(session.number)
-            del self.known[session.number]
-        self.the_store_is_consistent()
-        if cut:
-            self.all_stops(keep, True, True)
-            return
-        self.disk.capacity_bytes = 2**40
-        self.rig.ledger.flush(sync=True)
 
     def on_disk(self, session: Session) -> int:
         """Return how many of a session's kept blocks, from the first, are whole on disk."""

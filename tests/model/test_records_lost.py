@@ -5,13 +5,14 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.model.test_durable_machine import BLOCKS, DurableMachine
+from tests.model.test_durable_machine import BLOCKS
+from tests.model.test_full_disk_machine import FullDiskMachine
 from tierd.disk import manifest
 
 RUNS, STEPS = 25, 60
 
 
-class Driven(DurableMachine):
+class Driven(FullDiskMachine):
     """Counts what it met: `whole`, `cut`: sessions rebuilt."""
 
     def __init__(self) -> None:
