@@ -7,6 +7,7 @@ that a page found at the wrong place, or a stale one, is noticed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import os
@@ -19,6 +20,7 @@ import xxhash
 from tierd.carry import Batch
 from tierd.codec.layout import HEADER_BYTES, page_layout
 from tierd.demotions import DemotionPlan
+from tierd.disk.faults import PowerCut
 from tierd.disk.ledger import Ledger
 from tierd.disk.posix import PosixDisk
 from tierd.disk.simulated import SimulatedDisk
@@ -81,8 +83,20 @@ class HeldLanes:
         self.lanes = 0
 
 
+_made: list[Rig] = []
+
+
+def close_rigs() -> None:
+    """Let go of the memory, files and page tables of every rig since the last call."""
+    while _made:
+        _made.pop().close()
+
+
 class Rig:
-    """A store with `warm_bytes` and `cold_bytes`, engines 1, 2, ... and pages with known bytes."""
+    """A store with `warm_bytes` and `cold_bytes`, engines 1, 2, ... and pages with known bytes.
+
+    What it holds is let go of when its test ends (conftest.py).
+    """
 
     def __init__(
         self,
@@ -114,6 +128,20 @@ class Rig:
         self.lanes = HeldLanes()
         self.mover = Mover(self.store, self.lanes)
         self.epochs: dict[int, EpochWriter] = {}
+        _made.append(self)
+
+    def close(self) -> None:
+        """Let go of memory, files and page tables, whatever the store is in the middle of."""
+        for session in self.store.book:
+            if session.table is not None:
+                session.table.close()
+        placement = self.store.placement
+        placement.warm_memory.release()
+        placement.epochs.close()
+        for epoch in self.epochs.values():
+            epoch.close()
+        with contextlib.suppress(PowerCut):  # a simulated machine that has stopped holds nothing
+            placement.cold_files.close()
 
     def _fault(self, operation: str, count: int) -> None:
         if operation == "write" and self._failing_writes:

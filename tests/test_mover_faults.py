@@ -71,6 +71,23 @@ async def test_a_write_that_fails_leaves_the_page_warm_and_is_tried_again_later(
 
 
 @in_loop
+async def test_room_that_a_slow_disk_has_not_made_in_time_is_no_full_disk():
+    rig = make(warm_blocks=2)
+    session = rig.session()
+    rig.demote(session, [1, 2])
+    task = await start(rig.mover.plan_demotion(1, session.number, [3], 1, deadline_seconds=3.0))
+    rig.mover.pump()
+    assert rig.lanes.held
+    rig.clock.advance(3.0)
+    rig.mover.pump()
+    with pytest.raises(TierFull, match="not taken 2 pages, 24.0 KiB, .* try again"):
+        await task
+    rig.settle()
+    await demote(rig, session, [3])
+    intact(rig, session)
+
+
+@in_loop
 async def test_a_disk_that_hangs_delays_nobody_beyond_the_deadline_and_recovers():
     rig = make(warm_blocks=2)
     session = rig.session()

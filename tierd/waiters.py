@@ -192,6 +192,12 @@ class Waiters:
                 f"no room in warm: for {held_seconds:.0f} s more its slots are held for engines "
                 "of before the restart"
             )
+        moving = self._store.placement.moving.values()
+        if spilling := [m.slot_bytes for m in moving if m.destination.tier is Tier.COLD]:
+            return (
+                f"no room in warm yet: its disk has not taken {len(spilling)} pages, "
+                f"{format_size(sum(spilling))}, that make room; try again"
+            )
         kept_bytes = self._store.keeper.kept_bytes()
         kept, drop = "", ""
         if kept_bytes:

@@ -97,7 +97,9 @@ class Peer:
     def _answer(self, seconds_max: float) -> dict[str, Any]:
         stdout = self._process.stdout
         assert stdout is not None
-        if not select.select([stdout], [], [], seconds_max)[0]:
+        waiting = select.poll()  # not select(): it takes no descriptor above 1,023
+        waiting.register(stdout, select.POLLIN)
+        if not waiting.poll(seconds_max * 1000):
             raise InvalidArgument(f"llama.cpp did not answer within {seconds_max:.0f} s")
         line = stdout.readline()
         if not line:
