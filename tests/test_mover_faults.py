@@ -80,7 +80,7 @@ async def test_room_that_a_slow_disk_has_not_made_in_time_is_no_full_disk():
     assert rig.lanes.held
     rig.clock.advance(3.0)
     rig.mover.pump()
-    with pytest.raises(TierFull, match="not taken 2 pages, 24.0 KiB, .* try again"):
+    with pytest.raises(TierFull, match=r"not taken 2 pages, 24.0 KiB, .* try again"):
         await task
     rig.settle()
     await demote(rig, session, [3])
