@@ -251,6 +251,25 @@ def test_a_hint_brings_a_suspended_session_up_before_its_deadline():
     assert rig.store.stats()["hints"]["useful"] == 1
 
 
+@pytest.mark.parametrize("writes_fail", [False, True])
+def test_a_hint_awaits_pages_that_a_spill_is_just_taking_down(writes_fail):
+    rig = make(warm_blocks=16)
+    session = rig.stored(blocks=4)
+    keys = rig.pages(session, Tier.WARM)
+    rig.mover._begin(rig.store.traffic.begin_moves(keys, Tier.COLD), Tier.COLD)
+    ticket = rig.mover.hint("a", session.number, deadline_seconds=5.0)
+    assert (ticket.pages, ticket.left_cold) == (4 * LAYERS, 0)
+    if writes_fail:
+        rig.fail_writes(2 + len(keys))  # the raw and the encoded together, then each alone
+    rig.settle()
+    assert session.index.pages_in(Tier.WARM) == 4 * LAYERS
+    assert rig.store.stats()["promotions"] == (0 if writes_fail else 4 * LAYERS)
+    assert rig.store.stats()["hints"]["open"] == 1
+    rig.store.resume_session(1, session.number, INT8, 1024)
+    intact(rig, session)
+    assert rig.store.stats()["hints"]["useful"] == 1
+
+
 def test_a_hint_brings_up_a_session_that_no_engine_has_opened_since_a_restart():
     rig = make(warm_blocks=16)
     session = rig.stored(blocks=4)

@@ -37,7 +37,8 @@ def shortfall(store: Store, hint: Hint) -> Shortfall:
     for key in hint.awaited:
         page = session.index.get(key.layer, key.block)
         assert page is not None, f"{key} is awaited and in no tier"
-        counts[page.place.codec] += 1
+        if page.place.tier is Tier.COLD:  # one that is on its way down leaves its room behind
+            counts[page.place.codec] += 1
     if not counts:
         return Shortfall()
     sizes = {codec: placement.slot_bytes(session, codec) for codec in counts}

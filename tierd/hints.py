@@ -89,7 +89,8 @@ class Wish:
 
 @dataclass(slots=True, eq=False)
 class Hint:
-    """An open hint. `awaited` are the pages still cold; `arrived_seconds` once there are none."""
+    """An open hint. `awaited` are the pages that are cold, or were on their way there as it was
+    opened; `arrived_seconds` once there are none."""
 
     hint_id: int
     wish: Wish

@@ -343,7 +343,8 @@ class Store:
     ) -> Hint:
         """Ask for the cold pages of tokens first_token to last_token (inclusive; None: all).
 
-        `deadline_seconds` from now. The hint's `awaited` pages are those to move.
+        `deadline_seconds` from now. The hint's `awaited` pages are those to move: those that are
+        cold, and those that are on their way there.
         Raises NotFound, InvalidArgument (also for a running session: its pages
         are wanted anyway), TierFull (limits).
         """
@@ -366,7 +367,9 @@ class Store:
             client_id, number, first, end, now_seconds + deadline_seconds, confidence, priority
         )
         blocks = [b for b in session.index.blocks_in(Tier.COLD) if first <= b < end]
-        return self.hints.open(wish, self.traffic.pages_in(Tier.COLD, session, blocks), now_seconds)
+        cold = self.traffic.pages_in(Tier.COLD, session, blocks)
+        leaving = self.traffic.leaving(session, range(first, end))
+        return self.hints.open(wish, [*cold, *leaving], now_seconds)
 
     def cancel_hint(self, client_id: str, hint_id: int) -> None:
         """Raises NotFound (unknown, settled, or another client's)."""

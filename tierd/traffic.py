@@ -101,6 +101,17 @@ class Traffic:
             for layer in session.index.layers_in(tier, block)
         ]
 
+    def leaving(self, session: Session, blocks: range) -> list[PageKey]:
+        """Return the warm pages of `blocks` that a spill under way takes to cold."""
+        return [
+            key
+            for key, move in self._placement.moving.items()
+            if key.session == session.number
+            and key.block in blocks
+            and move.destination.tier is Tier.COLD
+            and not move.keeps_source
+        ]
+
     def worth(self, keys: Sequence[PageKey], need_bytes: int) -> list[PageKey]:
         """Return the first of these pages, whose slots are `need_bytes` together or just beyond."""
         chosen: list[PageKey] = []
@@ -180,6 +191,8 @@ class Traffic:
     def abort(self, move: Move) -> None:
         """The bytes are not there; the page stays where it was."""
         self._placement.abort_move(move)
+        if move.source.tier is Tier.WARM and not move.orphaned:
+            self._hints.page_arrived(move.key, self._clock.monotonic())
 
     def adopt(self, session: Session, found: Found) -> None:
         """Make a session's pages those of its old page table, as far as they are right.

@@ -51,7 +51,11 @@ class HotArena:
         self.layout: PageLayout = page_layout(geometry, CodecId.RAW)
         self.slot_bytes = hot_block_bytes(geometry)
         self._dtype = TORCH_DTYPES[geometry.dtype]
+        # As plain numbers: a decode step asks for them in each layer.
+        self._page_shape = geometry.kv_heads, geometry.block_tokens, geometry.head_dim
         self._row_bytes = geometry.head_dim * geometry.dtype.itemsize
+        self._page_bytes, self._head_bytes = self.layout.payload_bytes, self.layout.head_bytes
+        self._keys_at, self._values_at = self.layout.keys, self.layout.values
         self.budget_bytes = budget_bytes
         self.slot_count = min(budget_bytes // self.slot_bytes, blocks_max)
         if self.slot_count < 1:
@@ -133,16 +137,15 @@ class HotArena:
         A leading 1 is allowed. Of other shapes or dtypes: RuntimeError, or AssertionError.
         """
         shape = keys.shape
-        n = shape[-2]
-        if n <= FEW_TOKENS_MAX and self._is_plain(keys) and self._is_plain(values):
-            assert values.shape == shape and shape[-3] == self.geometry.kv_heads
-            assert shape[-1] == self.geometry.head_dim
-            assert start + n <= self.geometry.block_tokens
-            layout = self.layout
-            row = self.page_address(slot, layer) + start * self._row_bytes
-            write_rows(keys, values, row + layout.keys, row + layout.values, layout.head_bytes)
+        end = start + shape[-2]
+        if shape[-2] <= FEW_TOKENS_MAX and self._is_plain(keys) and self._is_plain(values):
+            own = self._page_shape
+            assert values.shape == shape and shape[-3] == own[0] and shape[-1] == own[2]
+            assert end <= own[1]
+            row = self.base_address + slot * self.slot_bytes + start * self._row_bytes
+            row += layer * self._page_bytes
+            write_rows(keys, values, row + self._keys_at, row + self._values_at, self._head_bytes)
             return
-        end = start + n
         self.keys[slot, layer, :, start:end] = keys.reshape(shape[-3:])
         self.values[slot, layer, :, start:end] = values.reshape(values.shape[-3:])
 

@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,8 @@ _FIELDS = (
     "parts", "rows", "head_dim",
 )  # fmt: skip
 _CALL = np.dtype([(name, np.int64) for name in _FIELDS])
-_Q = kernel.JOB.names.index("q") if kernel.JOB.names else 0
+_Q_OFFSET = 8 * kernel.CALL_FIELDS.index("q")
+_ADDRESS, _PER_RUN = struct.Struct("=q"), struct.Struct("=2q")  # a call's first two fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +136,12 @@ class LayerCall:
             start + threads * worker_bytes, self.parts if merges else -1, n * heads, o.shape[-1],
         )  # fmt: skip
         self._work, self._address = _work_address(kind), int(self._call.ctypes.data)
-        self._queries = jobs.view(np.int64).reshape(len(jobs), -1)[:, _Q]
-        self._per_run = self._call.view(np.int64)[:2]
+        # A step writes these some dozens of times: NumPy takes ten times as long.
+        self._jobs_bytes, self._call_bytes = (
+            jobs.view(np.uint8).data,
+            self._call.view(np.uint8).data,
+        )
+        self._queries_at = [i * kernel.JOB.itemsize + _Q_OFFSET for i in range(len(jobs))]
         first = segments[0] if segments else None
         self._reads = Reads(first.addresses, first.layout.payload_bytes) if first else None
         self._kept = segments, words, jobs, table, memory, merged, merged_lse, o, lse
@@ -147,8 +153,9 @@ class LayerCall:
         Both contiguous, by address. Where it does not, out is not looked at.
         """
         workers = min(workers_for(self._bytes), self._threads)
-        self._queries[:] = q_address
-        self._per_run[:] = out_address, workers
+        for at in self._queries_at:
+            _ADDRESS.pack_into(self._jobs_bytes, at, q_address)
+        _PER_RUN.pack_into(self._call_bytes, 0, out_address, workers)
         if self._reads is None:
             run_team(self._work, self._address, 1)
         else:
