@@ -256,6 +256,37 @@ async def test_each_operation_that_fails_is_an_error_never_a_false_acknowledgeme
 
 
 @in_loop
+async def test_a_resumed_session_whose_next_suspension_fails_at_any_sync_stays_as_it_was_kept() -> (
+    None
+):
+    failed = 0
+    for first in itertools.count(1):
+        disk = SimulatedDisk(first, faults=[Fault(FaultKind.SYNC_DROPS, first=first)])
+        try:
+            rig = make(disk)
+            session = await kept(rig)
+        except StorageError:
+            continue  # that sync was of the start, or of the first suspension
+        resumed(rig, session.number, 4)
+        await demote(rig, session, range(4, 7))
+        try:
+            await suspend(rig, session, 7, patient=True)
+        except StorageError:
+            failed += 1
+        else:
+            if disk.plan._seen[0][1] < first:  # there are no more syncs
+                break
+            continue  # of a second copy, which no suspension needs
+        rig.store.close_session(session.number, engine_id=1)  # the job ends
+        assert (session.sealed_blocks, session.token_ids) == (4, ids(4))
+        rig.store.check_integrity()
+        resumed(rig, session.number, 4)
+        rig.store.close_session(session.number, engine_id=1)
+        assert (session.sealed_blocks, session.token_ids) == (4, ids(4))
+    assert failed >= 2  # of a slab, and of the journal
+
+
+@in_loop
 async def test_a_disk_that_never_answers_is_a_deadline() -> None:
     rig = make(SimulatedDisk(1))
     session = rig.session()

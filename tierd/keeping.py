@@ -203,6 +203,9 @@ class Keeper:
 
     def cut(self, session: Session, first_block: int) -> None:
         """Blocks >= first_block are gone from what a session keeps."""
+        if session.settled_over is not None:
+            token_ids, before = session.settled_over
+            session.settled_over = token_ids, min(before, first_block)
         token_ids, before = session.kept_before or (b"", 0)
         if before > first_block:
             session.kept_before = token_ids, first_block

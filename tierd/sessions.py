@@ -40,7 +40,8 @@ class Session:
 
     `kept`: it was suspended; `token_ids` (uint32 little endian) and `sealed_blocks`
     are those of then. `kept_before`: the same of the suspension before, until all pages of the
-    last one are on disk. `last_used_seconds` is on the store's clock. `page_codecs`: a
+    last one are on disk; `settled_over`: then, until the ledger has said so, that same for the
+    case that it cannot. `last_used_seconds` is on the store's clock. `page_codecs`: a
     codec a layer, of the newest demotion (its engine may want more than the namespace's).
     `recorded`: the ledger was told of it. `writes_cold`: its engine takes cold slots where warm
     is full, so that no spare room need be made for it.
@@ -59,6 +60,7 @@ class Session:
     sealed_blocks: int = 0
     kept: bool = False
     kept_before: tuple[bytes, int] | None = None
+    settled_over: tuple[bytes, int] | None = None
     dormant: bool = False
     recorded: bool = False
     writes_cold: bool = False
@@ -164,7 +166,8 @@ class Session:
         assert not self.dormant or not len(self.index), f"session {self.id}: dormant, with pages"
         suspended = self.state is SessionState.SUSPENDED
         assert self.kept or not suspended, f"session {self.id}: not kept"
-        assert self.kept_before is None or not suspended, f"session {self.id}: kept twice"
+        before = self.kept_before or self.settled_over
+        assert before is None or not suspended, f"session {self.id}: kept twice"
         if self.state is SessionState.SUSPENDED and not self.dormant:
             pages = self.sealed_blocks * self.layers
             assert len(self.index) == pages and self.index.holds(range(self.sealed_blocks)), (

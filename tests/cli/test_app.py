@@ -68,6 +68,7 @@ def test_a_usage_error_is_one_line_and_exits_2(tierd: Any, arguments: list[str])
         (errors.StorageFull("no space"), 1),
         (OSError(28, "No space left on device"), 1),
         (MemoryError("1 TiB"), 1),
+        (RuntimeError("can't start new thread"), 1),
         (ImportError("dlopen: lib.so: Too many open files"), 1),
         (KeyboardInterrupt(), 130),
         (ModuleNotFoundError("No module named 'torch'", name="torch"), 1),

@@ -64,6 +64,16 @@ def test_sessions_are_listed(tierd: Any, world: Any) -> None:
     assert parsed == {"version": 1, "sessions": world.client_sessions}
 
 
+def test_sessions_say_what_fails_in_the_daemon_that_lists_them(tierd: Any, world: Any) -> None:
+    world.client_sessions = [{"id": "0000000000000abc", "state": "suspended", "tokens": 512}]
+    world.client_stats = {**STATS, "troubles": {"ledger": "the cold folder was removed"}}
+    outcome = tierd("sessions", "--daemon", "/run/t.sock", "--json")
+    assert json.loads(outcome.out)["sessions"] == world.client_sessions
+    assert "ledger fails: the cold folder was removed; a restart may find less" in outcome.err
+    world.client_stats = {**STATS, "troubles": {}}
+    assert tierd("sessions", "--daemon", "/run/t.sock").err == ""
+
+
 ROW = {
     "id": "0000000000000abc", "state": "suspended", "kept": True, "ram_only_blocks": 0,
     "codec": "int4",

@@ -156,6 +156,11 @@ def _run(argv: Sequence[str] | None) -> int:
     except MemoryError as error:
         said = f"out of memory: {error}".rstrip(": ")
         return _fail(said + _limit_of(error), exits.FAILED)
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        hint = _limit_of(MemoryError()) or "; raise ulimit -u"
+        return _fail(f"the host gives no more threads{hint}", exits.FAILED)
     # Outside of standalone mode, typer returns what `typer.Exit` carried.
     return result if isinstance(result, int) else 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -50,11 +50,23 @@ def fsck(folder: Folder, rebuild: Rebuild = False, as_json: options.AsJson = Fal
     with PosixDisk(str(place), ephemeral=False) as disk:
         report = (fscks.rebuild if rebuild else fscks.check)(disk, SystemClock())
     if as_json:
-        print_json(versioned(clean=report.clean, sound=report.sound, **asdict(report)))
+        print_json(versioned(clean=report.clean, sound=report.sound, **_named(report)))
     else:
         _show(report)
     if not report.sound:
         raise typer.Exit(exits.FAILED)
+
+
+def _named(report: FsckReport) -> dict[str, Any]:
+    """Return a report's fields with sessions by their names, as other commands print them."""
+    found = asdict(report)
+    for name in ("restored", "unmanifested", "unresumable"):
+        found[name] = [f"{number:016x}" for number in found[name]]
+    for name in ("lost", "strays"):
+        found[name] = [(f"{number:016x}", count) for number, count in found[name]]
+    for name in ("pages", "unkept_pages"):
+        found[name] = [{**page, "session": f"{page['session']:016x}"} for page in found[name]]
+    return found
 
 
 def _show(report: FsckReport) -> None:
@@ -81,7 +93,8 @@ def _verdict(report: FsckReport) -> str:
     if report.clean:
         return "clean"
     if not report.rebuilt:
-        return "damage was found"
+        mend = "; a resume computes damaged pages anew; --rebuild mends the store"
+        return f"damage was found{mend}"
     if not report.sound:
         return "damage was found, and not all of it is mended"
     lost = f"; {len(report.lost)} sessions lost KV, named above" if report.lost else ""

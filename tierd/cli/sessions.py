@@ -9,7 +9,7 @@ import typer
 
 from tierd.cli import checks, options
 from tierd.cli.connection import connected
-from tierd.cli.streams import writing
+from tierd.cli.streams import warn, writing
 from tierd.cli.terminal import figure, print_json, print_table, versioned
 from tierd.errors import InvalidArgument
 from tierd.layercodecs import parse_codec_choice
@@ -50,6 +50,9 @@ def sessions(
         if drop is not None:
             _drop(client, drop, yes)
         found: list[dict[str, Any]] = client.sessions()
+        troubles: dict[str, str] = client.stats().get("troubles", {})
+    for what, why in troubles.items():
+        warn(f"the daemon's {what} fails: {why}; a restart may find less than is said here")
     if as_json:
         print_json(versioned(sessions=found))
         return

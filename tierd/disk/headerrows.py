@@ -137,12 +137,16 @@ def _kernels() -> SlotKernels | None:
 
 @functools.cache
 def _load_kernels() -> SlotKernels | None:
-    """Return the compiled kernels; None without Numba, or without xxh3 for compiled code."""
+    """Return the compiled kernels; None without Numba, or without xxh3 for compiled code.
+
+    None too where the process can open no more files: a lane does not end for that.
+    """
     try:
         from tierd.disk.slotkernels import compile_kernels
-    except ImportError:
+
+        return compile_kernels()
+    except (ImportError, OSError):
         return None
-    return compile_kernels()
 
 
 def _seal_in_python(rows: Rows) -> None:

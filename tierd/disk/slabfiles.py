@@ -124,7 +124,10 @@ class SlabFiles:
                 raise
         for slab_id in sorted(self._unsynced):
             if slab_id in self.suspects:
-                raise StorageError(f"cold slab {slab_id}: an earlier fdatasync failed")
+                raise StorageError(
+                    f"slab/{slab_id:08x} could not be synced before, so nothing that went there is "
+                    "kept for certain; start the daemon again once the disk works"
+                )
             handle = self._handles.get(slab_id)
             self._unsynced.discard(slab_id)  # first: a write that comes now is for the next sync
             if handle is None:
