@@ -1,5 +1,7 @@
 """Rows of headers are what header.py packs one by one, and tell a sound slot from any other."""
 
+import builtins
+
 import numpy as np
 import pytest
 import xxhash
@@ -128,3 +130,23 @@ def test_no_slots_are_no_work(check) -> None:
     _, rows, stored = slots_and_rows(seed=5)
     assert check(rows[:0], np.empty(0, np.int64), stored[:0]).shape == (0,)
     seal_rows(rows[:0])
+
+
+@pytest.mark.parametrize("error", [ImportError("numba"), OSError(24, "Too many open files")])
+def test_kernels_that_cannot_be_loaded_are_no_error_of_a_lane(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    real = builtins.__import__
+
+    def without_kernels(name: str, *rest: object) -> object:
+        if name == "tierd.disk.slotkernels":
+            raise error
+        return real(name, *rest)
+
+    headerrows._load_kernels.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(builtins, "__import__", without_kernels)
+            assert headerrows._load_kernels() is None
+    finally:
+        headerrows._load_kernels.cache_clear()
