@@ -5,6 +5,8 @@ Set before anything imports numpy, torch or numba: each makes its pool on import
 
 import os
 import signal
+import sys
+from collections.abc import Iterator
 
 # CI and developers have two cores; more threads than cores make every pool wait for the others.
 for _name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -23,9 +25,6 @@ for _number, _usual in (
 ):
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, _usual)
-
-import sys  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402

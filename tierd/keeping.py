@@ -198,14 +198,12 @@ class Keeper:
         suspended = session.state is SessionState.SUSPENDED
         parked = suspended and (on_disk or session.number not in self.ram_only)
         state = PARKED if parked else RUNNING
-        kept = session.kept_before or (session.token_ids, session.sealed_blocks)
+        before = None if session.settled else session.kept_before
+        kept = before or (session.token_ids, session.sealed_blocks)
         self._ledger.put_session(SessionRecord(session.number, session.namespace, state, *kept))
 
     def cut(self, session: Session, first_block: int) -> None:
         """Blocks >= first_block are gone from what a session keeps."""
-        if session.settled_over is not None:
-            token_ids, before = session.settled_over
-            session.settled_over = token_ids, min(before, first_block)
         token_ids, before = session.kept_before or (b"", 0)
         if before > first_block:
             session.kept_before = token_ids, first_block

@@ -39,9 +39,9 @@ class Session:
     """One session. `number` is its 8-byte id as an int, `id` the same in 16 hex digits.
 
     `kept`: it was suspended; `token_ids` (uint32 little endian) and `sealed_blocks`
-    are those of then. `kept_before`: the same of the suspension before, until all pages of the
-    last one are on disk; `settled_over`: then, until the ledger has said so, that same for the
-    case that it cannot. `last_used_seconds` is on the store's clock. `page_codecs`: a
+    are those of then. `kept_before`: the same of the suspension before, until the last one has
+    ended well; `settled`: all pages of the last one are on disk, and the ledger is told of it, not
+    of the one before. `last_used_seconds` is on the store's clock. `page_codecs`: a
     codec a layer, of the newest demotion (its engine may want more than the namespace's).
     `recorded`: the ledger was told of it. `writes_cold`: its engine takes cold slots where warm
     is full, so that no spare room need be made for it.
@@ -60,7 +60,7 @@ class Session:
     sealed_blocks: int = 0
     kept: bool = False
     kept_before: tuple[bytes, int] | None = None
-    settled_over: tuple[bytes, int] | None = None
+    settled: bool = False
     dormant: bool = False
     recorded: bool = False
     writes_cold: bool = False
@@ -166,8 +166,7 @@ class Session:
         assert not self.dormant or not len(self.index), f"session {self.id}: dormant, with pages"
         suspended = self.state is SessionState.SUSPENDED
         assert self.kept or not suspended, f"session {self.id}: not kept"
-        before = self.kept_before or self.settled_over
-        assert before is None or not suspended, f"session {self.id}: kept twice"
+        assert self.kept_before is None or not suspended, f"session {self.id}: kept twice"
         if self.state is SessionState.SUSPENDED and not self.dormant:
             pages = self.sealed_blocks * self.layers
             assert len(self.index) == pages and self.index.holds(range(self.sealed_blocks)), (

@@ -179,7 +179,8 @@ class Store:
         self.keeper.cut(session, sealed_blocks)
         self.traffic.drop_from(session, sealed_blocks)
         if session.kept and session.kept_before is None:
-            session.kept_before = session.settled_over or (session.token_ids, session.sealed_blocks)
+            session.kept_before = session.token_ids, session.sealed_blocks
+        session.settled = False
         session.keep(token_ids, sealed_blocks)
         self.keeper.record(session)
         self._touch(session)
@@ -187,12 +188,12 @@ class Store:
 
     def settle_suspend(self, session: Session) -> None:
         """All pages are on disk: from the next flush on, what was kept before is no more."""
-        session.kept_before, session.settled_over = None, session.kept_before
+        session.settled = True
         self.keeper.record(session)
 
     def finish_suspend(self, session: Session) -> None:
         """Take the session from its engine."""
-        session.kept_before = session.settled_over = None
+        session.kept_before, session.settled = None, False
         session.last_used_seconds = self.clock.monotonic()
         for demotion in self.demotions.of_session(session):
             self.loans.release(demotion)
@@ -228,9 +229,9 @@ class Store:
 
     def _keep_again(self, session: Session) -> None:
         """Make a resumed session what its last suspension kept, if need be the one before."""
-        if before := session.kept_before or session.settled_over:
-            session.keep(*before)
-            session.kept_before = session.settled_over = None
+        if session.kept_before is not None:
+            session.keep(*session.kept_before)
+            session.kept_before, session.settled = None, False
         blocks = self.keeper.whole_blocks(session)
         self.keeper.cut(session, blocks)
         self.traffic.drop_from(session, blocks)

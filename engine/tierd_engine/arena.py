@@ -139,9 +139,9 @@ class HotArena:
         shape = keys.shape
         end = start + shape[-2]
         if shape[-2] <= FEW_TOKENS_MAX and self._is_plain(keys) and self._is_plain(values):
-            own = self._page_shape
-            assert values.shape == shape and shape[-3] == own[0] and shape[-1] == own[2]
-            assert end <= own[1]
+            kv_heads, block_tokens, head_dim = self._page_shape
+            assert values.shape == shape and shape[-3] == kv_heads and shape[-1] == head_dim
+            assert end <= block_tokens
             row = self.base_address + slot * self.slot_bytes + start * self._row_bytes
             row += layer * self._page_bytes
             write_rows(keys, values, row + self._keys_at, row + self._values_at, self._head_bytes)
