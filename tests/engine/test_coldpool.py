@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import struct
 import threading
 import time
 from functools import cache
@@ -214,26 +213,6 @@ def test_a_closed_pool_leaves_no_thread_and_no_fd(file) -> None:
         reader.close()
         reader.close()
     assert fds() == before and set(threading.enumerate()) <= threads
-
-
-def test_xxhashs_functions_are_what_its_package_says() -> None:
-    import xxhash
-
-    def both(address, size, digest):  # type: ignore[no-untyped-def]
-        return xxh3.xxh3_64(address, size), xxh3.xxh3_128_at(address, size, digest)
-
-    call = compile_cached(both, (types.int64,) * 3, coldpool._SOURCES).call
-    rng = np.random.default_rng()
-    for size in (1, 16, 17, 128, 129, 240, 241, 1024, 1025, 65537, *rng.integers(1, 10**6, 20)):
-        data = rng.integers(0, 256, int(size), dtype=np.uint8)
-        digest = np.frombuffer(xxhash.xxh3_128_digest(data), np.uint8).copy()
-        short, same = call(data.ctypes.data, int(size), digest.ctypes.data)
-        assert struct.pack("<Q", int(short) % 2**64) == struct.pack(
-            "<Q", xxhash.xxh3_64_intdigest(data)
-        )
-        assert same
-        digest[rng.integers(16)] ^= 1 << rng.integers(8)
-        assert not call(data.ctypes.data, int(size), digest.ctypes.data)[1]
 
 
 def test_counts_add_up_whenever_they_are_looked_at(file, reader) -> None:

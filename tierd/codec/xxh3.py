@@ -175,7 +175,7 @@ def _ask_for(typingctx: Any, address: Any) -> Any:
     return types.void(types.int64), codegen
 
 
-@njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def xxh3_128_at(address: Any, size_bytes: Any, digest: Any) -> Any:
     """Whether XXH3_128bits of bytes at `address` is the 16 bytes, big-endian, at `digest`.
 
