@@ -8,6 +8,8 @@ import pytest
 
 from tests.disk.ledgerrig import NAMESPACE, SEGMENT_BYTES, UUID
 from tests.disk.test_fsck import SESSIONS, SLOT_BYTES, store, with_unkept
+from tierd.cli import fsck
+from tierd.disk.fsck import DamagedPage, FsckReport
 from tierd.disk.header import HEADER_BYTES
 from tierd.disk.ledger import Ledger
 from tierd.disk.posix import PosixDisk
@@ -100,6 +102,25 @@ def test_what_is_lost_is_named_by_session_and_token_in_both_forms(tierd: Any, ke
     assert {page["session"] for page in found["pages"]} <= {lost, gone}
     assert found["restored"] == [lost] and found["sessions"] == 1 and not found["sound"]
     assert tierd("fsck", str(kept)).code == 0
+
+
+def test_a_damaged_page_is_named_by_its_slabs_file_in_both_forms(tierd: Any, kept: Path) -> None:
+    assert tierd("fsck", str(kept), "--rebuild").code == 0
+    flip(kept / "slab" / "00000001", 3 * SLOT_BYTES + 5000)
+    text = tierd("fsck", str(kept)).out
+    (line,) = (line for line in text.splitlines() if line.startswith("found: page: "))
+    assert line.endswith("(slab/00000001, slot 3)")
+    (page,) = json.loads(tierd("fsck", str(kept), "--json").out)["pages"]
+    assert (page["file"], page["slab"], page["slot"]) == ("slab/00000001", 1, 3)
+
+
+@pytest.mark.parametrize("findings", ["pages", "unkept_pages"])
+def test_a_slab_is_named_in_hex_wherever_a_page_is(findings: str) -> None:
+    page = DamagedPage(7, 1, 2, 43, 3, "other bytes")
+    report = FsckReport(**{findings: [page]})
+    (line,) = (line for lines in fsck._findings(report) for line in lines)
+    assert "(slab/0000002b, slot 3)" in line
+    assert fsck._named(report)[findings][0]["file"] == "slab/0000002b"
 
 
 def test_where_every_record_is_lost_what_may_be_lost_is_named(tierd: Any, kept: Path) -> None:

@@ -14,7 +14,7 @@ from tierd.cli.terminal import print_json, print_table, versioned
 from tierd.errors import NotFound
 
 if TYPE_CHECKING:
-    from tierd.disk.fsck import FsckReport
+    from tierd.disk.fsck import DamagedPage, FsckReport
 
 Folder = Annotated[
     str,
@@ -58,14 +58,22 @@ def fsck(folder: Folder, rebuild: Rebuild = False, as_json: options.AsJson = Fal
 
 
 def _named(report: FsckReport) -> dict[str, Any]:
-    """Return a report's fields with sessions by their names, as other commands print them."""
+    """Return a report's fields with sessions by their names, as other commands print them.
+
+    A damaged page's `file` is its slab's, whose number stays beside it.
+    """
+    from tierd.disk.slabfiles import slab_name
+
     found = asdict(report)
     for name in ("restored", "unmanifested", "unresumable"):
         found[name] = [f"{number:016x}" for number in found[name]]
     for name in ("lost", "strays"):
         found[name] = [(f"{number:016x}", count) for number, count in found[name]]
     for name in ("pages", "unkept_pages"):
-        found[name] = [{**page, "session": f"{page['session']:016x}"} for page in found[name]]
+        found[name] = [
+            {**page, "session": f"{page['session']:016x}", "file": slab_name(page["slab"])}
+            for page in found[name]
+        ]
     return found
 
 
@@ -103,17 +111,16 @@ def _verdict(report: FsckReport) -> str:
     return f"damage was found, and mended{lost or ', nothing lost'}"
 
 
+def _page(page: DamagedPage) -> str:
+    from tierd.disk.slabfiles import slab_name
+
+    where = f"{slab_name(page.slab)}, slot {page.slot}"
+    return f"page: session {page.session:016x} {page.reason} ({where})"
+
+
 def _findings(report: FsckReport) -> list[list[str]]:
-    pages = [
-        f"found: page: session {page.session:016x} {page.reason} "
-        f"(slab {page.slab}, slot {page.slot})"
-        for page in report.pages
-    ]
-    unkept = [
-        f"note: page: session {page.session:016x} {page.reason} (slab {page.slab}, slot "
-        f"{page.slot}); it was never kept"
-        for page in report.unkept_pages
-    ]
+    pages = [f"found: {_page(page)}" for page in report.pages]
+    unkept = [f"note: {_page(page)}; it was never kept" for page in report.unkept_pages]
     lost = [
         f"lost: session {number:016x}: its KV from token {token:,d} on; the next resume computes "
         "it anew from the token ids"

@@ -125,8 +125,8 @@ class SlabFiles:
         for slab_id in sorted(self._unsynced):
             if slab_id in self.suspects:
                 raise StorageError(
-                    f"slab/{slab_id:08x} could not be synced before, so nothing that went there is "
-                    "kept for certain; start the daemon again once the disk works"
+                    f"{slab_name(slab_id)} could not be synced before, so nothing that went there "
+                    "is kept for certain; start the daemon again once the disk works"
                 )
             handle = self._handles.get(slab_id)
             self._unsynced.discard(slab_id)  # first: a write that comes now is for the next sync
@@ -141,7 +141,7 @@ class SlabFiles:
 
     def _handle(self, slab_id: int) -> int:
         if slab_id not in self._handles:
-            raise NotFound(f"there is no cold slab {slab_id}")
+            raise NotFound(f"there is no {slab_name(slab_id)}")
         return self._handles[slab_id]
 
     def close(self) -> None:
