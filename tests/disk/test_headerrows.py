@@ -9,6 +9,7 @@ import xxhash
 from tierd.disk import headerrows
 from tierd.disk.header import HEADER_BYTES, SlotHeader, with_device_digest
 from tierd.disk.headerrows import check_slots, fill_rows, header_rows, place_rows, seal_rows
+from tierd.testing import FakeClock
 from tierd.types import CodecId, DType, PageKey, Place, Tier
 
 
@@ -80,7 +81,7 @@ def addresses(slots):
 def check(request, monkeypatch):
     """Each way of checking; where there is no Numba both are Python's."""
     if request.param == "python":
-        monkeypatch.setattr(headerrows, "_kernels", lambda: None)
+        monkeypatch.setattr(headerrows._Kernels, "get", lambda kernels: None)
     return check_slots
 
 
@@ -123,7 +124,7 @@ def test_bytes_behind_the_payload_are_nobodys(check) -> None:
 
 def test_compiled_code_is_what_checks_where_numba_is() -> None:
     pytest.importorskip("numba")
-    assert headerrows._kernels() is not None
+    assert headerrows._kernels.get() is not None
 
 
 def test_no_slots_are_no_work(check) -> None:
@@ -132,21 +133,64 @@ def test_no_slots_are_no_work(check) -> None:
     seal_rows(rows[:0])
 
 
-@pytest.mark.parametrize("error", [ImportError("numba"), OSError(24, "Too many open files")])
-def test_kernels_that_cannot_be_loaded_are_no_error_of_a_lane(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def refusing(error: Exception, tries: list[str]):
+    """Return an __import__ that raises `error` for the kernels, and notes that in `tries`."""
     real = builtins.__import__
 
     def without_kernels(name: str, *rest: object) -> object:
         if name == "tierd.disk.slotkernels":
+            tries.append(name)
             raise error
         return real(name, *rest)
 
-    headerrows._load_kernels.cache_clear()
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(builtins, "__import__", without_kernels)
-            assert headerrows._load_kernels() is None
-    finally:
-        headerrows._load_kernels.cache_clear()
+    return without_kernels
+
+
+NO_FDS = "Too many open files"
+
+
+@pytest.mark.parametrize("error", [OSError(24, NO_FDS), ImportError(f"dlopen: x.so: {NO_FDS}")])
+def test_kernels_that_found_no_fds_are_loaded_later(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    clock, tries = FakeClock(), []
+    kernels = headerrows._Kernels(clock.monotonic)
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "__import__", refusing(error, tries))
+        for _ in range(3):
+            assert kernels.get() is None, "no error of a lane"
+        assert len(tries) == 1, "no try at each batch"
+        clock.advance(headerrows.LOAD_AGAIN_SECONDS)
+        assert kernels.get() is None and len(tries) == 2
+    assert kernels.get() is None
+    clock.advance(headerrows.LOAD_AGAIN_SECONDS)
+    assert kernels.get() is not None
+    clock.advance(headerrows.LOAD_AGAIN_SECONDS)
+    monkeypatch.setattr(builtins, "__import__", refusing(error, tries))
+    assert kernels.get() is not None and len(tries) == 2, "what is loaded stays"
+
+
+def test_where_there_are_no_kernels_that_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, tries = FakeClock(), []
+    kernels = headerrows._Kernels(clock.monotonic)
+    monkeypatch.setattr(builtins, "__import__", refusing(ImportError("no numba"), tries))
+    for _ in range(3):
+        assert kernels.get() is None
+        clock.advance(headerrows.LOAD_AGAIN_SECONDS)
+    assert len(tries) == 1
+
+
+def test_a_library_that_finds_no_fd_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    from tierd.codec import xxh3
+
+    there = xxh3.is_there()
+
+    def full(name: str) -> object:
+        raise OSError(f"{name}: cannot open shared object file: {NO_FDS}")
+
+    xxh3.find.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(xxh3.ctypes, "CDLL", full)
+        assert not xxh3.is_there()
+    assert xxh3.is_there() == there

@@ -38,9 +38,20 @@ _PIECE_BYTES = 1024  # what XXH3 hashes between two scrambles of its state
 _AHEAD_BYTES = 8192
 
 
-@functools.cache
 def is_there() -> bool:
-    """Return whether compiled code may call them, having made their names known to LLVM."""
+    """Return whether compiled code may call them, as far as can be told now."""
+    try:
+        return find()
+    except OSError:
+        return False
+
+
+@functools.cache
+def find() -> bool:
+    """Make their names known to LLVM; return whether compiled code may call them.
+
+    Raises OSError where that cannot be told now: this process may open no more files, say.
+    """
     if platform.machine() not in _MACHINES:
         return False
     try:
@@ -48,7 +59,7 @@ def is_there() -> bool:
 
         library = ctypes.CDLL(xxhash._xxhash.__file__)
         found = {name: _function(library, name) for name in _NAMES}
-    except (ImportError, OSError, AttributeError):
+    except (ImportError, AttributeError):
         return False
     for name, function in found.items():
         address = ctypes.cast(function, ctypes.c_void_p).value

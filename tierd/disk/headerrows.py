@@ -9,15 +9,19 @@ at 0.55 of its speed.
 Invariants:
   a sealed row i is `SlotHeader.pack()` of page i, bit for bit
   the compiled kernels say of each slot what Python says
+  once they are loaded, or cannot be, that stands; what may pass is tried again
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
+import errno
+import math
 import mmap
+import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -63,8 +67,48 @@ _START = np.dtype(
 )
 Rows = npt.NDArray[np.void]
 
+# A try imports Numba, half a second: a twentieth of a lane's time while there are no fds for it.
+LOAD_AGAIN_SECONDS = 10.0
 
-_loading = threading.Lock()
+
+class _Kernels:
+    """The compiled kernels, or None without Numba, without xxh3 for compiled code, or without fds.
+
+    A lane does not end for that: Python does the same, slowly. Fds may be there again.
+    """
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._loading = threading.Lock()  # of many that ask first, one loads them
+        self._found: SlotKernels | None = None
+        self._load_at_seconds = -math.inf  # +inf: what was found stands
+
+    def get(self) -> SlotKernels | None:
+        """Return the kernels; a try to load them takes its time."""
+        if self._load_at_seconds == math.inf:
+            return self._found
+        with self._loading:
+            now_seconds = self._monotonic()
+            if now_seconds >= self._load_at_seconds:
+                self._load_at_seconds = now_seconds + LOAD_AGAIN_SECONDS
+                if self._load():
+                    self._load_at_seconds = math.inf
+            return self._found
+
+    def _load(self) -> bool:
+        """Load them; return whether that is how it ends."""
+        try:
+            from tierd.disk.slotkernels import compile_kernels
+
+            self._found = compile_kernels()
+        except OSError:
+            return False
+        except ImportError as error:  # the loader of libraries gives no number, but its text
+            return os.strerror(errno.EMFILE) not in str(error)
+        return True
+
+
+_kernels = _Kernels()
 _memory = threading.local()  # new memory costs 3 us a row before it can be written
 
 
@@ -104,7 +148,7 @@ def place_rows(rows: Rows, places: Sequence[Place]) -> None:
 
 def seal_rows(rows: Rows) -> None:
     """Let each row end in the checksum of what it says: it is a header now."""
-    if (kernels := _kernels()) is not None:
+    if (kernels := _kernels.get()) is not None:
         kernels.seal(rows.ctypes.data, len(rows))
     else:
         _seal_in_python(rows)
@@ -121,32 +165,13 @@ def check_slots(
     unchanged meanwhile. The interpreter's lock is free where Numba is installed; the first call in
     a process takes the time to load it.
     """
-    if (kernels := _kernels()) is None:
+    if (kernels := _kernels.get()) is None:
         return _check_in_python(rows, slots, stored_bytes)
     sound = np.zeros(len(rows), np.bool_)
     kernels.check(
         slots.ctypes.data, len(rows), stored_bytes.ctypes.data, rows.ctypes.data, sound.ctypes.data
     )  # fmt: skip
     return sound
-
-
-def _kernels() -> SlotKernels | None:
-    with _loading:  # of many that ask first, one loads them
-        return _load_kernels()
-
-
-@functools.cache
-def _load_kernels() -> SlotKernels | None:
-    """Return the compiled kernels; None without Numba, or without xxh3 for compiled code.
-
-    None too where the process can open no more files: a lane does not end for that.
-    """
-    try:
-        from tierd.disk.slotkernels import compile_kernels
-
-        return compile_kernels()
-    except (ImportError, OSError):
-        return None
 
 
 def _seal_in_python(rows: Rows) -> None:

@@ -82,8 +82,11 @@ def _seal_rows(rows: Any, pages: Any) -> None:
 
 
 def compile_kernels() -> SlotKernels | None:
-    """Return the kernels, compiled or loaded; None where compiled code cannot have xxh3."""
-    if not xxh3.is_there():
+    """Return the kernels, compiled or loaded; None where compiled code cannot have xxh3.
+
+    Raises OSError where they cannot be loaded just now.
+    """
+    if not xxh3.find():
         return None
     sources = (*SHARED_SOURCES, Path(header.__file__))
     # To give the interpreter's lock up for a seal, which takes a microsecond a page, is to wait
