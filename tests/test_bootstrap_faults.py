@@ -23,11 +23,14 @@ from tierd import bootstrap
 from tierd.bootstrap import BootstrapServer, Peer, Reply, make_private_folder
 from tierd.errors import ConfigError, DaemonUnavailable, PermissionDenied, StorageError, TierFull
 from tierd.memory.fds import send_message
+from tierd.openfiles import why_not_opened
 from tierd.rpc import handshake
 from tierd.rpc.handshake import BootstrapClient, socket_address
 
 CLIENTS_MAX = 4
 NOTICED_SECONDS = 2.0  # the promise: so soon is a dead engine's memory free
+NO_FDS = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+THE_DAEMONS = f"the daemon, process {os.getpid()}, may open"
 HELLO = msgpack.packb({"v": 1, "op": "hello", "kind": "engine"})
 
 
@@ -304,11 +307,81 @@ async def test_without_fds_the_door_waits_and_does_not_spin(
 
 
 @in_loop
+async def test_who_waits_at_a_door_without_fds_is_told_whose_limit_it_is(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Exhausted:
+        """A listener whose process has no fd left but the one that it spares."""
+
+        def __init__(self, server: BootstrapServer) -> None:
+            self.server, self.listener = server, server._listener
+
+        def accept(self) -> Any:
+            if os.path.exists(f"/proc/self/fd/{self.server._spare_fd}"):
+                raise OSError(errno.EMFILE, "Too many open files")
+            return self.listener.accept()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.listener, name)
+
+    monkeypatch.setattr(bootstrap, "_ACCEPT_AGAIN_SECONDS", 0.01)
+    with serving(path) as (server, host):
+        listener = server._listener
+        with monkeypatch.context() as patch:
+            patch.setattr(server, "_listener", Exhausted(server))
+            with pytest.raises(StorageError, match=THE_DAEMONS):
+                await connect(path)
+        assert server._listener is listener
+        leave(await connect(path))
+        assert len(host.peers) == 1
+
+
+@in_loop
 async def test_a_host_that_turns_a_client_away_is_heard(path: str) -> None:
     with serving(path) as (_, host):
         host.error = StorageError("no memory for an epoch page")
         with pytest.raises(StorageError, match="epoch page"):
             await connect(path)
+
+
+@in_loop
+async def test_a_daemon_without_fds_says_that_the_limit_is_its_own(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: object) -> Any:
+        raise NO_FDS
+
+    with serving(path) as (_, host):
+        client = await connect(path)
+        host.error = NO_FDS
+        with pytest.raises(StorageError, match=THE_DAEMONS):
+            await asyncio.to_thread(client.slab, 13)
+        host.error = None
+        with monkeypatch.context() as patch:
+            patch.setattr(bootstrap, "_pidfd_of", none_left)
+            with pytest.raises(StorageError, match=THE_DAEMONS):
+                await connect(path)
+        os.close((await asyncio.to_thread(client.slab, 13)).fd)
+        leave(client)
+
+
+@in_loop
+async def test_a_daemon_that_has_no_fd_for_what_it_is_handed_answers_so(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(sock: object) -> Any:
+        for fd in real(sock)[1]:
+            os.close(fd)
+        raise StorageError(f"what is handed over is lost: {why_not_opened(NO_FDS)}")
+
+    real = bootstrap.receive_message
+    with serving(path):
+        client = await connect(path, seconds=30.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(bootstrap, "receive_message", lost)
+            with pytest.raises(StorageError, match=THE_DAEMONS):
+                await asyncio.to_thread(client.offer_table, 7, 0)
+        leave(client)
 
 
 @in_loop

@@ -1,6 +1,8 @@
 """The guard: tokens, limits, draining, rich errors, boot id; over a real gRPC server."""
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import wraps
@@ -11,7 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from tierd.errors import NotFound, PermissionDenied, TierFull
+from tierd.errors import NotFound, PermissionDenied, StorageError, TierFull
 from tierd.interceptors import Guard, Tokens, current_caller
 from tierd.rpc.aio import collect_aio
 from tierd.rpc.errors import BOOT_ID_KEY, CLIENT_KEY, TOKEN_KEY, error_of
@@ -116,6 +118,17 @@ async def test_a_wrong_token_is_refused_and_nothing_runs(tmp_path: Path, metadat
         assert type(error) is PermissionDenied and "secret" not in str(error)
         assert (BOOT_ID_KEY, "boot") in tuple(refused.value.trailing_metadata())
         assert s.house.callers == []
+
+
+@in_loop
+async def test_a_daemon_without_fds_says_that_the_limit_is_its_own(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        s.house.error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await s.call()
+        error = error_of(refused.value, "here")
+        assert type(error) is StorageError
+        assert f"the daemon, process {os.getpid()}, may open" in str(error)
 
 
 @in_loop

@@ -21,11 +21,13 @@ import grpc
 import grpc.aio
 
 from tierd.errors import DaemonUnavailable, DeadlineExceeded, TierdError, TierFull, error_for_reason
+from tierd.openfiles import require_files
 from tierd.rpc import wire
 from tierd.rpc.aio import keep_aio_up
 from tierd.rpc.calls import (
     CALL_SECONDS,
     CHANNEL_OPTIONS,
+    CLIENT_FILES,
     call_metadata,
     check_boot_id,
     hint_request,
@@ -83,6 +85,7 @@ class AsyncClient:
     @classmethod
     async def connect(cls, socket: str, *, deadline_seconds: float = 5.0) -> AsyncClient:
         """Connect to the daemon at `socket`. Raises as Client.connect."""
+        require_files(CLIENT_FILES, "a client of a daemon")
         bootstrap = await asyncio.to_thread(BootstrapClient.connect, socket, TOOL, deadline_seconds)
         return cls(bootstrap, socket)
 

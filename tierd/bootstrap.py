@@ -26,10 +26,12 @@ from tierd.errors import (
     ConfigError,
     InvalidArgument,
     PermissionDenied,
+    StorageError,
     TierdError,
     TierFull,
 )
 from tierd.memory.fds import peer_credentials, receive_message, send_message
+from tierd.openfiles import daemon_cannot_open, said_by_daemon
 from tierd.rpc.handshake import ENGINE, PROTOCOL_VERSION, TOOL, socket_address
 
 _BACKLOG = 64
@@ -38,6 +40,8 @@ _HELLO_SECONDS = 10.0
 # Without a free fd the listener stays readable: look again later, or the loop does nothing else.
 _NO_FDS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _ACCEPT_AGAIN_SECONDS = 0.1
+# 2 s of the 5 that a client waits for its hello: then it hears what is wrong.
+_ACCEPT_TRIES_MAX = 20
 # Linux 6.5's socket option for a race-free pidfd of the peer; Python 3.11 has no name for it.
 _SO_PEERPIDFD = 77
 # A client reads what was pushed when it needs a slab, or asks for something. Until then it
@@ -95,8 +99,10 @@ class BootstrapServer:
         self._connections_max = connections_max
         self._connections: set[_Connection] = set()
         self._next_client = 1
+        self._tries = 0  # to accept, one after the other, in vain
         self._loop = asyncio.get_running_loop()
         self._listener = _listen(path)
+        self._spare_fd = _spare_fd()  # gives way to the socket of who is told that none is left
 
     def serve(self) -> None:
         """Let clients in; who came before has waited in the backlog."""
@@ -108,9 +114,9 @@ class BootstrapServer:
             sock, _ = self._listener.accept()
         except OSError as error:  # else the peer gave up between poll and accept
             if error.errno in _NO_FDS:
-                self._loop.remove_reader(self._listener.fileno())
-                self._loop.call_later(_ACCEPT_AGAIN_SECONDS, self.serve)
+                self._wait_for_fds(error)
             return
+        self._tries = 0
         sock.setblocking(False)
         try:
             pid, uid, _ = peer_credentials(sock)
@@ -118,7 +124,8 @@ class BootstrapServer:
                 raise PermissionDenied(f"user {uid} may not use this daemon")
             if len(self._connections) >= self._connections_max:
                 raise TierFull(f"{self._connections_max} clients are connected already")
-            connection = _Connection(sock, pid, _pidfd_of(sock, pid))
+            with said_by_daemon():
+                connection = _Connection(sock, pid, _pidfd_of(sock, pid))
         except (TierdError, OSError) as error:
             _refuse(sock, error)
             return
@@ -126,6 +133,20 @@ class BootstrapServer:
         self._watch(connection, sock.fileno(), self._receive)
         self._watch(connection, connection.pidfd, self._end)
         self._loop.call_later(_HELLO_SECONDS, self._end_if_silent, connection)
+
+    def _wait_for_fds(self, error: OSError) -> None:
+        """Look again later; after some tries in vain, refuse who has waited longest."""
+        self._loop.remove_reader(self._listener.fileno())
+        self._loop.call_later(_ACCEPT_AGAIN_SECONDS, self.serve)
+        self._tries += 1
+        if self._tries < _ACCEPT_TRIES_MAX:
+            return
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)
+        with contextlib.suppress(OSError):  # the spare fd was none, or another thread has it
+            sock, _ = self._listener.accept()
+            _refuse(sock, daemon_cannot_open(error))
+        self._spare_fd = _spare_fd()
 
     def push(self, client_id: int, message: Reply) -> None:
         """Send a client what it did not ask for; dropped if it reads nothing: it may still ask."""
@@ -145,8 +166,12 @@ class BootstrapServer:
 
     def _receive(self, connection: _Connection) -> None:
         try:
-            received = receive_message(connection.sock)
+            with said_by_daemon():
+                received = receive_message(connection.sock)
         except BlockingIOError:
+            return
+        except StorageError as error:  # its fds found no room here, and it is not known what it is
+            self._answer(connection, Reply(_said(error)))
             return
         except (OSError, InvalidArgument):
             received = None
@@ -156,18 +181,21 @@ class BootstrapServer:
         request, fds = received
         connection.pushed = 0  # who asks reads all that came before the answer
         try:
-            reply = self._reply(connection, request, fds)
+            with said_by_daemon():
+                reply = self._reply(connection, request, fds)
         except TierdError as error:
-            reply = Reply({"error": error.reason, "message": str(error)})
+            reply = Reply(_said(error))
         except BaseException:
             self._end(connection)  # a mistake of ours: let the client know now, not in 5 s
             raise
         finally:
             for fd in fds:  # who wants one has copied it
                 os.close(fd)
-        fields = {**reply.fields, "n": request.get("n", -1)}
+        self._answer(connection, reply, request.get("n", -1))
+
+    def _answer(self, connection: _Connection, reply: Reply, number: int = -1) -> None:
         try:
-            send_message(connection.sock, fields, reply.fds)
+            send_message(connection.sock, {**reply.fields, "n": number}, reply.fds)
         except TierdError:
             self._end(connection)
 
@@ -205,6 +233,8 @@ class BootstrapServer:
             return
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)
         for connection in list(self._connections):
             self._end(connection)
         if not self.path.startswith("@"):
@@ -218,10 +248,22 @@ class BootstrapServer:
         assert len(self._connections) <= self._connections_max, f"{len(self._connections)=}"
 
 
-def _refuse(sock: socket.socket, error: Exception) -> None:
+def _spare_fd() -> int:
+    """Return an fd that stands for another; -1 where there is none."""
+    try:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+def _said(error: Exception) -> dict[str, str]:
     reason = error.reason if isinstance(error, TierdError) else "INTERNAL"
+    return {"error": reason, "message": str(error)}
+
+
+def _refuse(sock: socket.socket, error: Exception) -> None:
     with contextlib.suppress(TierdError):
-        send_message(sock, {"error": reason, "message": str(error)})
+        send_message(sock, _said(error))
     # A hello that is left unread would make the kernel drop our answer with the connection.
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)  # no more can arrive from here on

@@ -28,10 +28,12 @@ from tierd.handle import SUSPEND_SECONDS, Demotion, SessionHandle
 from tierd.memory.epochs import EpochWriter
 from tierd.memory.memfd import Mapping
 from tierd.memory.pagetable import PageTableReader
+from tierd.openfiles import require_files
 from tierd.rpc import wire
 from tierd.rpc.calls import (
     CALL_SECONDS,
     CHANNEL_OPTIONS,
+    CLIENT_FILES,
     call_metadata,
     check_boot_id,
     hint_request,
@@ -121,8 +123,9 @@ class Client:
         """Connect to the daemon at `socket`.
 
         Raises DaemonUnavailable naming the socket, PermissionDenied (another
-        user's), TierFull (too many clients).
+        user's), TierFull (too many clients), StorageError (too few files may be open).
         """
+        require_files(CLIENT_FILES, "a client of a daemon")
         return cls(BootstrapClient.connect(socket, kind, deadline_seconds), socket, kind)
 
     # -- another daemon -----------------------------------------------------------

@@ -24,6 +24,7 @@ import grpc
 import grpc.aio
 
 from tierd.errors import DaemonUnavailable, PermissionDenied, TierdError, TierFull
+from tierd.openfiles import said_by_daemon
 from tierd.rpc.aio import keep_aio_up
 from tierd.rpc.errors import BOOT_ID_KEY, CLIENT_KEY, STATUS_KEY, TOKEN_KEY, code_of, status_of
 
@@ -156,7 +157,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             if self.draining:
                 raise DaemonUnavailable("the daemon is draining")
             caller = self._tokens.caller_of(context.invocation_metadata())
-            with self._tokens.under_way(caller):
+            with said_by_daemon(), self._tokens.under_way(caller):
                 current_caller.set(caller)  # each call is a task of its own: nothing to reset
                 yield
             code = "OK"

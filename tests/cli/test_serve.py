@@ -113,3 +113,24 @@ def test_a_folder_of_others_is_refused_and_left_as_it_was(
     assert outcome.code == 1 and outcome.err.count("\n") == 1
     assert "holds other files" in outcome.err and "name an empty folder" in outcome.err
     assert sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("limit", [6, 18])
+def test_too_few_files_are_one_line_of_each_command(served: Any, tierd: Any, limit: int) -> None:
+    socket, _ = served
+    stats_when_up(tierd, socket)
+    for arguments in (
+        ["sessions", "--daemon", socket],
+        ["stats", "--daemon", socket],
+        ["hint", "00000000000000ab", "--deadline", "1s", "--daemon", socket],
+        ["serve", "--socket", f"{socket}2", "--cold-dir", str(Path(socket).parent / "cold")],
+    ):
+        done = subprocess.run(
+            ["sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh", sys.executable, "-m", "tierd.cli",
+             *arguments],
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 1, (arguments, done.stderr)
+        assert done.stderr.count("\n") == 1 and done.stderr.startswith("tierd: error: ")
+        assert f"may open {limit}" in done.stderr and "raise its ulimit -n" in done.stderr
+        assert "more files open" in done.stderr

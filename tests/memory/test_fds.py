@@ -186,7 +186,8 @@ def test_who_may_open_no_more_files_is_told_so(pair, fds) -> None:
     before = open_fds()
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (first_free + 2, usual[1]))
-        with pytest.raises(StorageError, match="too many open files"):
+        says = f"process {os.getpid()} may open {first_free + 2}; raise its ulimit -n"
+        with pytest.raises(StorageError, match=says):
             receive_message(theirs)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, usual)

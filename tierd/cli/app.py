@@ -180,7 +180,12 @@ def _reason(error: OSError) -> str:
 
 
 def _limit_of(error: BaseException) -> str:
-    """Return which limit of the process an error, or what it came of, may stem from; or ""."""
+    """Return which limit of the process an error, or what it came of, may stem from; or "".
+
+    An error that names one has none added.
+    """
+    if "raise its ulimit -n" in str(error):
+        return ""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno == errno.EMFILE:

@@ -23,6 +23,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from tierd.errors import StorageError, StorageFull
+from tierd.openfiles import why_not_opened
 from tierd.units import SECTOR_BYTES
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -146,4 +147,4 @@ def storage_errors(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         kind = StorageFull if error.errno in FULL else StorageError
-        raise kind(f"{what}: {error.strerror or error}") from error
+        raise kind(f"{what}: {why_not_opened(error)}") from error

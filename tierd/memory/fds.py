@@ -7,6 +7,7 @@ most 16 fds. Received fds are close-on-exec; those of a refused message are clos
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 import struct
@@ -16,6 +17,7 @@ from typing import Any
 import msgpack
 
 from tierd.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument, StorageError
+from tierd.openfiles import why_not_opened
 
 MESSAGE_BYTES_MAX = 64 * 1024
 FDS_MAX = 16
@@ -61,7 +63,8 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | N
         if not data and not fds:
             return None
         if flags & socket.MSG_CTRUNC and len(fds) < FDS_MAX:
-            raise StorageError("too many open files (ulimit -n): no room for what is handed over")
+            full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            raise StorageError(f"what is handed over is lost: {why_not_opened(full)}")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise InvalidArgument("a message is larger than allowed")
         return _unpack(data), fds

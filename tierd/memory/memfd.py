@@ -15,6 +15,7 @@ import os
 
 from tierd.errors import StorageError, TierFull
 from tierd.memory import regions
+from tierd.openfiles import why_not_opened
 from tierd.units import format_size
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -40,7 +41,7 @@ def create_memfd(name: str, size_bytes: int, *, others_read_only: bool = False) 
             os.close(fd)
         if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
             raise TierFull(f"the host has no {format_size(size_bytes)} of memory left") from error
-        raise StorageError(f"memfd {name}: {error.strerror}") from error
+        raise StorageError(f"memfd {name}: {why_not_opened(error)}") from error
     return fd
 
 
