@@ -17,6 +17,7 @@ from tierd.errors import (
     NotFound,
     StaleGeneration,
     StorageError,
+    StorageFull,
     TierFull,
 )
 from tierd.keeping import CLAIM_SECONDS
@@ -377,6 +378,20 @@ async def test_a_disk_that_fills_under_the_daemon_takes_nothing_of_what_was_kept
     disk.capacity_bytes = 2**40
     again = reopened(disk.kill())
     resumed(again, session.number, 4)
+
+
+@in_loop
+async def test_a_disk_that_fails_is_not_said_to_be_full() -> None:
+    disk = SimulatedDisk(1)
+    rig = make(disk, warm_blocks=16)
+    session = resumed(rig, (await kept(rig)).number, 4)
+    await demote(rig, session, range(4, 16))
+    disk.plan.add(Fault(FaultKind.IO_ERROR, "create", count=FOR_EVER))
+    with pytest.raises(StorageError) as refused:
+        await suspend(rig, session, 16, patient=True)
+    assert not isinstance(refused.value, StorageFull)
+    assert "disk fails, so the session is not kept" in str(refused.value)
+    assert not any(word in str(refused.value) for word in ("room", "full", "space"))
 
 
 @in_loop

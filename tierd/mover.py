@@ -32,7 +32,14 @@ from tierd.acknowledging import Acknowledgements
 from tierd.backups import Backups
 from tierd.carry import Batch
 from tierd.demotions import DemotionPlan, RoomNeeded
-from tierd.errors import DeadlineExceeded, PageDamaged, StorageError, TierdError, TierFull
+from tierd.errors import (
+    DeadlineExceeded,
+    PageDamaged,
+    StorageError,
+    StorageFull,
+    TierdError,
+    TierFull,
+)
 from tierd.flusher import Arrival, Flusher, Group
 from tierd.hintroom import shortfall
 from tierd.hints import HintTicket
@@ -287,7 +294,7 @@ class Mover:
             if self._begin(moves, Tier.COLD):
                 return True
             if waiting and not self._make_cold_room(waiting):
-                self._waiters.end_park(waiter, TierFull(self._waiters.why_no_cold_room(waiting)))
+                self._waiters.end_park(waiter, self._waiters.refused_by_cold(waiting))
                 return True
         return False
 
@@ -400,6 +407,7 @@ class Mover:
 
     def _note_trouble(self, error: TierdError) -> None:
         self._waiters.trouble = str(error)
+        self._waiters.lacks_space = isinstance(error, StorageFull | TierFull)
         self._retry_at_seconds = self._clock.monotonic() + RETRY_SECONDS
 
     def _begin(self, moves: list[Move], to: Tier) -> bool:
@@ -484,4 +492,5 @@ class Mover:
         overdue |= self._flusher.overdue(now_seconds, IO_DEADLINE_SECONDS)
         if overdue:
             self._waiters.trouble = f"no answer for {IO_DEADLINE_SECONDS:g} s"
+            self._waiters.lacks_space = False
         return overdue or now_seconds < self._retry_at_seconds

@@ -68,13 +68,17 @@ class ParkWaiter:
 
 
 class Waiters:
-    """All that wait on one mover. `trouble` is the last thing that went wrong, or ""."""
+    """All that wait on one mover. `trouble` is the last thing that went wrong, or "".
+
+    `lacks_space`: it was want of space, which may end by itself, and nothing else.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._clock = store.clock
         self._stopping = False
         self.trouble = ""
+        self.lacks_space = False
         self.rooms: list[RoomWaiter] = []
         self.promotions: list[PromotionWaiter] = []
         self.parks: list[ParkWaiter] = []
@@ -169,14 +173,22 @@ class Waiters:
         self.promotions.clear()
         self.parks.clear()
 
-    def why_no_cold_room(self, keys: Sequence[PageKey]) -> str:
-        """Say why cold does not take these pages of a session that is to be kept."""
-        size = format_size(self._store.traffic.slots_bytes(keys))
+    def refused_by_cold(self, keys: Sequence[PageKey]) -> TierdError:
+        """Return why cold does not take these pages of a session that is to be kept.
+
+        TierFull where it wants for room; StorageError where its disk fails.
+        """
+        pages = f"{len(keys)} pages, {format_size(self._store.traffic.slots_bytes(keys))}"
+        if self.trouble and not self.lacks_space:
+            return StorageError(
+                f"the cold tier's disk fails, so the session is not kept: {pages}, are not on it: "
+                f"{self.trouble}"
+            )
         budget = self._store.placement.pools[Tier.COLD].budget
-        lacks = f"the cold tier has no room to keep the session: {len(keys)} pages, {size}, more"
+        lacks = f"the cold tier has no room to keep the session: {pages}, more"
         if self.trouble:
-            return f"{lacks}, and its disk takes none: {self.trouble}"
-        return (
+            return TierFull(f"{lacks}, and its disk takes none: {self.trouble}")
+        return TierFull(
             f"{lacks}, and {format_size(budget.limit_bytes)} are the cap: drop another (tierd "
             f"sessions --drop) or raise --cold-cap"
         )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tierd.codec.layout import page_layout
-from tierd.errors import StorageFull, TierdError, TierFull
+from tierd.errors import StorageError, StorageFull, TierdError, TierFull
 from tierd.layercodecs import CodecChoice
 from tierd.types import CodecId, Tier
 from tierd_engine.guardreport import guard_section
@@ -52,22 +52,34 @@ class JobReport:
 
 
 class NotKept(TierdError):
-    """A job is done, its session not kept as it should be. `report` is the job's."""
+    """A job is done, its session not kept as it should be. `report` is the job's.
+
+    `says_what_stays`: the message tells what is left of the session, and where.
+    """
 
     def __init__(self, report: JobReport, error: TierdError, *, resumed: bool) -> None:
         said = str(error)
-        if isinstance(error, TierFull | StorageFull):
+        self.says_what_stays = isinstance(error, TierFull | StorageError)
+        if self.says_what_stays:
             name = report.sections["session"]["id"]
-            said += f". Session {name} " + (
-                "stays as it was kept before this job"
-                if resumed
-                else "is kept in the daemon's memory alone, what of it is not on disk: the daemon "
-                "keeps it by itself once there is room"
-            )
+            said += f". Session {name} {_what_stays(error, resumed)}"
         super().__init__(said)
         self.report = report
         report.sections["session"]["kept"] = False
         self.exit_code = error.exit_code
+
+
+def _what_stays(error: TierdError, resumed: bool) -> str:
+    """Say where a session is whose suspension was refused. A full disk may have room again."""
+    lacks_space = isinstance(error, TierFull | StorageFull)
+    if resumed and lacks_space:
+        return "stays as it was kept before this job"
+    if resumed:
+        return "is as it was before this job"
+    in_memory = "is kept in the daemon's memory alone, what of it is not on disk"
+    if lacks_space:
+        return f"{in_memory}: the daemon keeps it by itself once there is room"
+    return f"{in_memory}: it ends with the daemon, unless the disk takes it before"
 
 
 class NotDropped(NotKept):
@@ -75,6 +87,7 @@ class NotDropped(NotKept):
 
     def __init__(self, report: JobReport, error: TierdError) -> None:
         TierdError.__init__(self, str(error))
+        self.says_what_stays = True
         self.report = report
         report.sections["session"]["kept"] = True
         self.exit_code = error.exit_code

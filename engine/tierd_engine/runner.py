@@ -408,7 +408,8 @@ def _closed_after(
         yield client, handle
     except BaseException as error:
         handle.close()
-        if spec.resume is not None and not isinstance(error, NotDropped):  # that one says what is
+        told = isinstance(error, NotKept) and error.says_what_stays
+        if spec.resume is not None and not told:
             events.note(f"session {spec.resume} is kept as it was")
         raise
     handle.close(discard=True)

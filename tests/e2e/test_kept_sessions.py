@@ -114,16 +114,17 @@ def test_a_resumed_session_is_kept_again_with_its_answer_unless_dropped(
 
 
 @pytest.mark.parametrize(
-    ("error", "note"),
+    ("error", "says"),
     [
-        (TierFull("no room"), False),
-        (StorageFull("no space"), False),
-        (DeadlineExceeded("no answer"), True),
+        (TierFull("no room"), "stays as it was kept before this job"),
+        (StorageFull("no space"), "stays as it was kept before this job"),
+        (StorageError("the folder was removed"), "is as it was before this job"),
+        (DeadlineExceeded("no answer"), ""),
     ],
 )
 def test_an_answer_is_not_lost_with_its_session(
     spec: JobSpec, daemon: EmbeddedDaemon, monkeypatch: pytest.MonkeyPatch,
-    error: TierdError, note: bool,
+    error: TierdError, says: str,
 ) -> None:  # fmt: skip
     first = run(spec, daemon.socket)
     session = first["session"]["id"]
@@ -142,8 +143,9 @@ def test_an_answer_is_not_lost_with_its_session(
     assert not_kept.value.exit_code == error.exit_code
     assert found["session"] == {"id": session, "kept": False}
     assert rows(daemon.socket) == before
-    assert ("may be kept now" in " ".join(events.notes)) == note
-    assert ("stays as it was kept before this job" in str(not_kept.value)) != note
+    told = " ".join(events.notes)
+    assert ("may be kept now" in told) == ("kept as it was" in told) == (not says)
+    assert str(not_kept.value).endswith(says) and "room" not in str(not_kept.value).split(". ")[1:]
     assert run(next_question(spec, session), daemon.socket)["text"] == found["text"]
 
 
