@@ -13,7 +13,7 @@ Shape of `stats` (bytes and pages are ints; "tiers" has "warm" and "cold"):
     demotions_open, moves_open, orphans, engines, epoch
     sessions: {running, idle, suspended}
     hints: {useful, late, wasted, cancelled, opened, open, clients}
-    troubles: {disk | ledger | snapshot | manifest: why it fails just now}
+    troubles: {disk | ledger | snapshot | manifest | folder: why it fails just now}
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ COUNTERS = (
 def stats(store: Store) -> dict[str, Any]:
     """Return the dict whose shape the module's docstring gives."""
     states = Counter(session.state for session in store.book)
+    removed = store.keeper.removed.trouble  # a look may be newer than the mover's last pass
     return {
         "tiers": {tier.name.lower(): _tier(store, tier) for tier in STORED_TIERS},
         **{name: store.counts[name] for name in COUNTERS},
@@ -49,7 +50,7 @@ def stats(store: Store) -> dict[str, Any]:
             state.value: states[state] for state in SessionState if state != SessionState.CLOSED
         },
         "hints": store.hints.stats(),
-        "troubles": dict(store.troubles),
+        "troubles": {**store.troubles, **({"folder": removed} if removed else {})},
     }
 
 

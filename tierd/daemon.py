@@ -218,11 +218,12 @@ class Daemon:
             self.log.warning("a session lost pages", session=f"{number:016x}", first_token=token)
 
     def _cold_device(self) -> str:
-        ledger = self.store.ledger
-        try:
-            self.disk.require_there()
-        except StorageError as error:
-            return str(error)
+        ledger, keeper = self.store.ledger, self.store.keeper
+        keeper.look()
+        if keeper.removed.why:
+            return keeper.removed.why
+        if keeper.removed.trouble:
+            return f"{self.disk.describe()}; {keeper.removed.trouble}"
         if ledger.waiting:
             return f"{self.disk.describe()}; read-only until there is space: {ledger.waiting}"
         if ledger.failed:

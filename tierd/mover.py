@@ -453,6 +453,7 @@ class Mover:
             "ledger": self._store.ledger.failed,
             "snapshot": self._flusher.snapshot_error,
             "manifest": self._flusher.manifest_error,
+            "folder": self._store.keeper.removed.trouble,
         }
         troubles = {what: why for what, why in found.items() if why}
         if troubles != self._store.troubles:

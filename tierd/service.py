@@ -94,10 +94,12 @@ class SessionsService(pb_grpc.SessionsServicer):
 
     async def Get(self, request: Any, context: Any) -> Any:
         """Return one session."""
+        self._store.keeper.look()
         return self._info(self._store.session(request.session))
 
     async def List(self, request: Any, context: Any) -> Any:
         """Return all sessions, oldest first."""
+        self._store.keeper.look()
         return pb.ListReply(sessions=[self._info(session) for session in self._store.sessions()])
 
     async def Truncate(self, request: Any, context: Any) -> Any:
@@ -197,8 +199,9 @@ class SessionsService(pb_grpc.SessionsServicer):
             unused_seconds=unused_seconds,
             namespace_digest=session.namespace_digest,
             page_codecs=wire.codecs_to_wire(keeper.page_codecs(session)),
-            kept=suspended and keeper.durable and session.number not in keeper.ram_only,
+            kept=keeper.is_kept(session),
             ram_only_blocks=ram_only,
+            removed_blocks=keeper.removed_blocks(session) if suspended else 0,
         )
 
 

@@ -70,13 +70,16 @@ def test_sessions_say_what_fails_in_the_daemon_that_lists_them(tierd: Any, world
     outcome = tierd("sessions", "--daemon", "/run/t.sock", "--json")
     assert json.loads(outcome.out)["sessions"] == world.client_sessions
     assert "ledger fails: the cold folder was removed; a restart may find less" in outcome.err
+    world.client_stats = {**STATS, "troubles": {"folder": "it was removed"}}
+    outcome = tierd("sessions", "--daemon", "/run/t.sock", "--json")
+    assert outcome.err == "tierd: the daemon's folder fails: it was removed\n"
     world.client_stats = {**STATS, "troubles": {}}
     assert tierd("sessions", "--daemon", "/run/t.sock").err == ""
 
 
 ROW = {
     "id": "0000000000000abc", "state": "suspended", "kept": True, "ram_only_blocks": 0,
-    "codec": "int4",
+    "removed_blocks": 0, "codec": "int4",
     "page_codecs": ["int4"] * 4, "block_tokens": 256, "tokens": 1030, "sealed_blocks": 4,
 }  # fmt: skip
 
@@ -94,6 +97,7 @@ ROW = {
         ({"kept": False, "ram_only_blocks": 3}, "not kept: 3 blocks only in RAM"),
         ({"kept": False}, "not kept: ends with the daemon"),
         ({"sealed_blocks": 1}, "in part: 3 blocks to be computed anew"),
+        ({"removed_blocks": 1}, "in part: all but 1 block, whose files are gone"),
         ({"state": "running", "kept": False}, "running   -  "),
     ],
 )  # fmt: skip

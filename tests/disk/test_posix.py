@@ -306,6 +306,16 @@ def test_a_file_that_somebody_removed_is_not_said_to_be_durable(named) -> None:
     named.sync(other)
 
 
+def test_a_file_that_somebody_removed_is_seen_without_a_sync(posix) -> None:
+    handle, other = posix.create("slab/00000001", SIZE), posix.create("slab/00000002", SIZE)
+    assert posix.is_there(handle) and posix.is_there(other)
+    if not posix.ephemeral:
+        (Path(posix.folder) / "slab/00000001").unlink()
+        assert not posix.is_there(handle) and posix.is_there(other)
+    posix.release(handle)
+    assert posix.is_there(handle), "a closed one tells nothing"
+
+
 # -- names --------------------------------------------------------------------------
 
 

@@ -52,7 +52,8 @@ def sessions(
         found: list[dict[str, Any]] = client.sessions()
         troubles: dict[str, str] = client.stats().get("troubles", {})
     for what, why in troubles.items():
-        warn(f"the daemon's {what} fails: {why}; a restart may find less than is said here")
+        less = "" if what == "folder" else "; a restart may find less than is said here"
+        warn(f"the daemon's {what} fails: {why}{less}")
     if as_json:
         print_json(versioned(sessions=found))
         return
@@ -85,6 +86,8 @@ def _kept(row: Mapping[str, Any]) -> str | None:
         return f"not kept: {_counted(row['ram_only_blocks'], 'block')} only in RAM"
     if not row["kept"]:
         return "not kept: ends with the daemon"
+    if row["removed_blocks"]:
+        return f"in part: all but {_counted(row['removed_blocks'], 'block')}, whose files are gone"
     # The last token was never fed: the block that it would fill is not sealed.
     lost = (row["tokens"] - 1) // row["block_tokens"] - row["sealed_blocks"]
     return "yes" if lost <= 0 else f"in part: {_counted(lost, 'block')} to be computed anew"

@@ -260,6 +260,15 @@ class Journal:
         if self.failed:
             raise StorageError(f"the journal is read-only: {self.failed}")
 
+    def require_there(self) -> None:
+        """Raise StorageError if the folder was removed, or the file that is written now."""
+        self._disk.require_there()
+        if self._handle and not self._disk.is_there(self._handle):
+            name = segment_name(self.segments[-1].number)
+            raise StorageError(
+                f"cold folder {self._disk.folder}: somebody removed {name}; nothing in it is kept"
+            )
+
     def drop_covered(self, sequence: int) -> None:
         """Remove the segments whose frames all stand in a snapshot up to `sequence`."""
         kept = []

@@ -85,6 +85,7 @@ class Ledger:
             store_uuid=self.store_uuid, epoch=self.epoch, end=found.end, found=found.segments,
             next_number=found.next_segment, segment_bytes=segment_bytes,
         )  # fmt: skip
+        self.require_there = self._journal.require_there  # from any thread: it never waits
         self._snapshots = list(found.snapshots)  # newest last
         self._part_bytes = journals.payload_bytes_max(segment_bytes) // 2
         self._buffer: list[Record] = []

@@ -132,6 +132,14 @@ class MemoryDisk:
         """Return -1: nothing outside this process can read it."""
         return -1
 
+    def is_there(self, handle: int) -> bool:
+        """Return whether a file has a name."""
+        file = self.files.get(handle)
+        return file is None or any(data is file for data in self.named.values())
+
+    def require_there(self) -> None:
+        """Do nothing: a memory disk is where its test is."""
+
     def locked_ranges(self, handle: int) -> list[tuple[int, int]]:
         """Return what a test says is locked."""
         return list(self.locked.get(handle, ()))

@@ -104,6 +104,15 @@ class DiskPort(Protocol):
     def reader_fd(self, handle: int) -> int:
         """Return an fd for reading alone, the disk's; -1 where there is none."""
 
+    def is_there(self, handle: int) -> bool:
+        """Return whether an open file has its name yet: nobody else removed it.
+
+        Never waits for the device, nor does `require_there`. A handle that is closed tells nothing.
+        """
+
+    def require_there(self) -> None:
+        """Raise StorageError if the folder was removed: what is there goes with this process."""
+
     def locked_ranges(self, handle: int) -> list[tuple[int, int]]:
         """Return (start, size) of what other processes have locked of a file (slotlocks.py)."""
 

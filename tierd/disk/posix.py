@@ -301,6 +301,14 @@ class PosixDisk:
         if gone:
             raise StorageError(f"cold folder {self.folder} was removed; nothing in it is kept")
 
+    def is_there(self, handle: int) -> bool:
+        """Return whether an open file has its name yet: nobody else removed it."""
+        try:
+            with self._using(handle) as file:
+                return not file.name or os.fstat(file.fd).st_nlink > 0
+        except StorageError:  # it is closed
+            return True
+
     # -- bytes ----------------------------------------------------------------
 
     def size_bytes(self, handle: int) -> int:

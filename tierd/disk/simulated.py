@@ -318,6 +318,15 @@ class SimulatedDisk:
         """Return -1: nothing outside this process can read it."""
         return -1
 
+    def is_there(self, handle: int) -> bool:
+        """Return whether a file has a name."""
+        with self._mutex:
+            inode = self._open.get(handle)
+            return inode is None or inode in self._names.values()
+
+    def require_there(self) -> None:
+        """Do nothing: no folder of it can be removed."""
+
     def locked_ranges(self, handle: int) -> list[tuple[int, int]]:
         """Return none."""
         return []

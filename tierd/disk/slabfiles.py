@@ -109,6 +109,12 @@ class SlabFiles:
             for slot in range(start // slot_bytes, -(-(start + size) // slot_bytes))
         }
 
+    def removed(self) -> frozenset[int]:
+        """Return the slabs whose file somebody else removed; never waits for the disk."""
+        return frozenset(
+            slab_id for slab_id, handle in self._handles.items() if not self.disk.is_there(handle)
+        )
+
     def sync(self) -> None:
         """Make every write that has returned durable; blocks. Raises StorageError.
 

@@ -10,7 +10,7 @@ thread; these block, and are for a lane.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -93,6 +93,10 @@ class LedgerPort(Protocol):
     def snapshot(self) -> None:
         """Write the whole record anew and free the journal before it. Raises StorageError."""
 
+    @property
+    def require_there(self) -> Callable[[], None]:
+        """Raises StorageError if somebody removed the records; never waits for the disk."""
+
     def sessions(self) -> Mapping[int, SessionRecord]:
         """Return the sessions by number."""
 
@@ -138,6 +142,7 @@ class VolatileLedger:
 
     add_slab = drop_slab = commit = drop_pages = truncate = _ignore
     put_session = drop_session = forget = quarantine = keep = flush = snapshot = close = _ignore
+    require_there = _ignore
 
     def sessions(self) -> dict[int, SessionRecord]:
         """Return none."""

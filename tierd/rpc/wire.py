@@ -182,6 +182,7 @@ def session_info_to_dict(info: Any) -> dict[str, Any]:
         "state": state,
         "kept": info.kept,
         "ram_only_blocks": info.ram_only_blocks,
+        "removed_blocks": info.removed_blocks,
         "engine": info.engine_id or None,
         "codec": str(CodecChoice(CodecId(info.codec), info.codec_layers)),
         "page_codecs": [codec.name.lower() for codec in codecs_of(info.page_codecs) or ()],

@@ -116,7 +116,7 @@ class GetRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ...) -> None: ...
 
 class SessionInfo(_message.Message):
-    __slots__ = ("session", "state", "engine_id", "codec", "layers", "block_tokens", "tokens", "sealed_blocks", "warm_pages", "cold_pages", "unused_seconds", "namespace_digest", "codec_layers", "page_codecs", "kept", "ram_only_blocks")
+    __slots__ = ("session", "state", "engine_id", "codec", "layers", "block_tokens", "tokens", "sealed_blocks", "warm_pages", "cold_pages", "unused_seconds", "namespace_digest", "codec_layers", "page_codecs", "kept", "ram_only_blocks", "removed_blocks")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +133,7 @@ class SessionInfo(_message.Message):
     PAGE_CODECS_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
     RAM_ONLY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     session: int
     state: SessionState
     engine_id: int
@@ -149,7 +150,8 @@ class SessionInfo(_message.Message):
     page_codecs: bytes
     kept: bool
     ram_only_blocks: int
-    def __init__(self, session: _Optional[int] = ..., state: _Optional[_Union[SessionState, str]] = ..., engine_id: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., layers: _Optional[int] = ..., block_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., sealed_blocks: _Optional[int] = ..., warm_pages: _Optional[int] = ..., cold_pages: _Optional[int] = ..., unused_seconds: _Optional[float] = ..., namespace_digest: _Optional[bytes] = ..., codec_layers: _Optional[str] = ..., page_codecs: _Optional[bytes] = ..., kept: bool = ..., ram_only_blocks: _Optional[int] = ...) -> None: ...
+    removed_blocks: int
+    def __init__(self, session: _Optional[int] = ..., state: _Optional[_Union[SessionState, str]] = ..., engine_id: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., layers: _Optional[int] = ..., block_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., sealed_blocks: _Optional[int] = ..., warm_pages: _Optional[int] = ..., cold_pages: _Optional[int] = ..., unused_seconds: _Optional[float] = ..., namespace_digest: _Optional[bytes] = ..., codec_layers: _Optional[str] = ..., page_codecs: _Optional[bytes] = ..., kept: bool = ..., ram_only_blocks: _Optional[int] = ..., removed_blocks: _Optional[int] = ...) -> None: ...
 
 class ListRequest(_message.Message):
     __slots__ = ()
