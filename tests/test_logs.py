@@ -3,7 +3,7 @@
 import io
 import json
 
-from tierd.logs import HIDDEN, new_log
+from tierd.logs import HIDDEN, digest8, new_log
 
 
 def test_each_event_is_one_json_object() -> None:
@@ -27,3 +27,8 @@ def test_what_is_below_the_level_is_not_written() -> None:
     log.info("no")
     log.error("yes")
     assert stream.getvalue().count("\n") == 1
+
+
+def test_a_digest_stands_for_an_id() -> None:
+    assert digest8(7) == digest8("7") != digest8(8)
+    assert len(bytes.fromhex(digest8(7))) == 8

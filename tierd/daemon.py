@@ -44,7 +44,7 @@ from tierd.errors import (
 )
 from tierd.host import Host, rpc_target
 from tierd.lanes import ThreadLanes
-from tierd.logs import new_log
+from tierd.logs import digest8, new_log
 from tierd.memory.slabmemory import MemfdBacking
 from tierd.metrics import Metrics
 from tierd.mover import Mover, Troubles
@@ -99,7 +99,7 @@ class Daemon:
 
     def _log_lost(self, session: Session, lost: Sequence[PageKey], why: str) -> None:
         self.log.warning(
-            "pages were lost", session=session.id, pages=len(lost),
+            "pages were lost", session=digest8(session.id), pages=len(lost),
             layer=lost[0].layer, block=lost[0].block, why=why,
         )  # fmt: skip
 
