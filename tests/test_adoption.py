@@ -34,10 +34,9 @@ from tierd.daemon import EmbeddedDaemon
 from tierd.demotions import RoomNeeded
 from tierd.disk.simulated import SimulatedDisk
 from tierd.errors import DeadlineExceeded, NotFound, TierdError, TierFull
-from tierd.logs import digest8
 from tierd.memory import slabmemory as slab_memory
 from tierd.sessions import Session
-from tierd.types import PageKey, SlabRecord, Tier
+from tierd.types import PageKey, SlabRecord, Tier, digest8
 
 
 def config(folder: Path, warm_blocks: int = 16) -> DaemonConfig:

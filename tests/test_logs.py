@@ -3,7 +3,8 @@
 import io
 import json
 
-from tierd.logs import HIDDEN, digest8, new_log
+from tierd.logs import HIDDEN, new_log
+from tierd.types import digest8
 
 
 def test_each_event_is_one_json_object() -> None:

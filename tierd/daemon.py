@@ -44,7 +44,7 @@ from tierd.errors import (
 )
 from tierd.host import Host, rpc_target
 from tierd.lanes import ThreadLanes
-from tierd.logs import digest8, new_log
+from tierd.logs import new_log
 from tierd.memory.slabmemory import MemfdBacking
 from tierd.metrics import Metrics
 from tierd.mover import Mover, Troubles
@@ -53,7 +53,7 @@ from tierd.pools import TierParts
 from tierd.rpcserver import RpcServer
 from tierd.sessions import Session
 from tierd.store import Store
-from tierd.types import PageKey, Tier
+from tierd.types import PageKey, Tier, digest8
 from tierd.units import SECTOR_BYTES, format_size
 
 # 8 of its own and its store's, 9 gRPC's, which ends the process where it finds none; 5 an engine, 2

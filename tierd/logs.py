@@ -1,12 +1,12 @@
 """Logs: one JSON object a line, on stderr unless told otherwise.
 
-No token, text or name is ever logged: ids of sessions appear as `digest8` of them.
+No token, text or name is ever logged: ids of sessions appear as `digest8` of them (types.py), which
+`tierd sessions --json` shows beside them.
 Nothing global is configured, so that a daemon inside a job leaves its logs alone.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sys
 from collections.abc import MutableMapping
@@ -16,11 +16,6 @@ import structlog
 
 # Whatever a caller passes under these names does not reach a log.
 HIDDEN = frozenset({"token", "tokens", "token_ids", "text", "prompt", "metadata", "tenant_salt"})
-
-
-def digest8(value: str | int) -> str:
-    """Return 8 bytes, in hex, that stand for a value in logs."""
-    return hashlib.blake2b(str(value).encode(), digest_size=8).hexdigest()
 
 
 def new_log(level: str = "info", stream: TextIO | None = None) -> Any:

@@ -10,6 +10,7 @@ takes three times as long to make, and to hash.
 from __future__ import annotations
 
 import enum
+import hashlib
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -157,6 +158,11 @@ class Namespace:
                 hasher.update(len(part).to_bytes(8, "little"))
                 hasher.update(part)
         return hasher.digest()
+
+
+def digest8(value: str | int) -> str:
+    """Return 8 bytes, in hex, that stand for a value in logs."""
+    return hashlib.blake2b(str(value).encode(), digest_size=8).hexdigest()
 
 
 def _text(value: object) -> str:

@@ -13,7 +13,7 @@ from tierd.cli.streams import warn, writing
 from tierd.cli.terminal import figure, print_json, print_table, versioned
 from tierd.errors import InvalidArgument
 from tierd.layercodecs import parse_codec_choice
-from tierd.types import SessionState
+from tierd.types import SessionState, digest8
 
 if TYPE_CHECKING:
     from tierd.client import Client
@@ -55,7 +55,7 @@ def sessions(
         less = "" if what == "folder" else "; a restart may find less than is said here"
         warn(f"the daemon's {what} fails: {why}{less}")
     if as_json:
-        print_json(versioned(sessions=found))
+        print_json(versioned(sessions=[{**row, "log_id": digest8(row["id"])} for row in found]))
         return
     if not found:
         with writing() as out:
