@@ -172,7 +172,7 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
     dtype = _parse_dtype(spec.dtype, device)
     tokenizer = hf.load_tokenizer(folder)
     if held is None:
-        ids = build_prompt(tokenizer, spec.document, spec.prompt, spec.context_tokens).token_ids
+        ids = _prompt_ids(spec, tokenizer, shape)
         choice, block_tokens, context = (
             parse_codec_choice(spec.codec or CODEC_DEFAULT),
             spec.block_tokens,
@@ -214,6 +214,18 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
         spec, folder, config, shape, tokenizer, ids, namespace, plan, sizes, socket is not None,
         device,
     )  # fmt: skip
+
+
+def _prompt_ids(spec: JobSpec, tokenizer: Any, shape: hf.ModelShape) -> list[int]:
+    """Return a new session's prompt. Raises InvalidArgument once it is seen to be too long."""
+
+    def refuse(least: int) -> None:
+        new = spec.max_new_tokens
+        check_length(shape.trained_tokens, least, new, is_least=True, scales=shape.scales)
+
+    return build_prompt(
+        tokenizer, spec.document, spec.prompt, spec.context_tokens, refuse
+    ).token_ids
 
 
 def _asked(socket: str, rejoin_seconds: float, ask: Callable[[Client], T]) -> T:
