@@ -5,11 +5,13 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tierd.cli import doctor
+from tierd.cli import doctor, job, shortage
+from tierd.errors import InvalidArgument
 from tierd.units import GIB, MIB
 
 ROOT = Path(__file__).parent.parent.parent
@@ -119,3 +121,50 @@ def test_findings_are_lines_where_the_table_cannot_be_drawn(
     monkeypatch.setattr(doctor, "print_table", fail)
     outcome = tierd("doctor", "--cold-dir", str(tmp_path), "--daemon", "/tmp/x.sock")
     assert outcome.err == "" and f"ok  cold folder {tmp_path}" in outcome.out
+
+
+@pytest.mark.parametrize("mib", [20, 40, 300, 1000, 1500, 2000, 2500])
+@pytest.mark.parametrize("verb", ["demo", "generate"])
+def test_a_job_that_may_map_too_little_is_a_line_that_names_the_limit(
+    verb: str, mib: int, tmp_path: Path
+) -> None:
+    (tmp_path / "d.txt").write_text("Some text.\n")
+    own = ["--model", "SmolLM2-135M-Instruct", "--document", str(tmp_path / "d.txt")]
+    done = run_within(mib * MIB, verb, *[*own, "--prompt", "?"] * (verb == "generate"), "--quiet")
+    assert done.returncode in (1, 2) and done.stdout == ""
+    assert done.stderr.startswith("tierd: error: ") and done.stderr.count("\n") == 1
+    assert "ulimit -v" in done.stderr
+    if mib > 40:
+        assert done.returncode == 2 and "needs about 3.0 GiB of address space" in done.stderr
+
+
+@pytest.mark.parametrize("mib", [20, 40, 100, 200, 700])
+def test_a_daemon_that_may_map_too_little_is_a_line_that_names_the_limit(
+    mib: int, tmp_path: Path
+) -> None:
+    folder, socket = str(tmp_path / "cold"), str(tmp_path / "tierd.sock")
+    done = run_within(
+        mib * MIB, "serve", "--warm", "64MiB", "--cold-dir", folder, "--socket", socket
+    )
+    assert done.returncode in (1, 2) and done.stdout == ""
+    assert done.stderr.startswith("tierd: error: ") and done.stderr.count("\n") == 1
+    assert "ulimit -v" in done.stderr
+    if mib > 40:
+        assert done.returncode == 2 and "needs about 914.0 MiB of address space" in done.stderr
+
+
+def test_model_and_tiers_count_beside_what_every_job_maps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 4096)
+    sizes = SimpleNamespace(warm_budget_bytes=8192)
+    prepared: Any = SimpleNamespace(folder=tmp_path, shared=False, sizes=sizes)
+    needed = shortage.JOB_ADDRESS_BYTES + 4096 + 1024 + 8192
+    for module in (shortage, job):
+        monkeypatch.setattr(module, "address_limit", lambda: needed - 1)
+    assert job._address_bytes(prepared, 1024) == needed
+    with pytest.raises(InvalidArgument, match=r"needs about 3.0 GiB .*: raise ulimit -v"):
+        shortage.require_address_space(needed, "the job")
+    shortage.require_address_space(needed - 1, "the job")
+    prepared.shared = True
+    assert job._address_bytes(prepared, 1024) == needed - 8192, "warm is the daemon's"

@@ -9,10 +9,13 @@ from __future__ import annotations
 import errno
 import resource
 
-from tierd.units import GIB, format_size
+from tierd.errors import InvalidArgument
+from tierd.units import GIB, MIB, format_size
 
 # Address space that a job takes beside its model and tiers: torch, transformers, kernels, threads.
 JOB_ADDRESS_BYTES = 3 * GIB
+# And a daemon beside its warm tier: gRPC's threads, which end the process where they cannot start.
+SERVE_ADDRESS_BYTES = 850 * MIB
 # What libraries say in errors of other classes.
 _WORDS = (
     "allocate memory",  # torch's allocator, the C library, Rust's libraries
@@ -43,3 +46,15 @@ def limit_named() -> str:
     """Return what to do about the limit of address space; "" if there is none."""
     most = address_limit()
     return "" if most is None else f"the process may map {format_size(most)}: raise ulimit -v"
+
+
+def require_address_space(needed_bytes: int, who: str) -> None:
+    """Refuse what may not map as much as it takes: LLVM and gRPC would end the process for it.
+
+    Raises InvalidArgument.
+    """
+    most = address_limit()
+    if most is not None and needed_bytes > most:
+        raise InvalidArgument(
+            f"{who} needs about {format_size(needed_bytes)} of address space; {limit_named()}"
+        )
