@@ -5,6 +5,7 @@ Models are read from the local disk only; no code of theirs is run.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from tierd_engine.weights import weights_digest
 __all__ = [
     "PACKAGED_MODEL",
     "ModelShape",
+    "changed_digest",
     "check_token_ids",
     "load_config",
     "load_model",
@@ -39,6 +41,7 @@ __all__ = [
     "model_shape",
     "namespace_for",
     "resolve_model",
+    "scaled_rope",
     "stop_token_ids",
     "weights_digest",
 ]
@@ -117,6 +120,17 @@ def _scale_rope(config: Any, text: str) -> None:
     config.max_position_embeddings = int(trained * factor)
 
 
+def scaled_rope(config: Any, text: str) -> str:
+    """Return what a shape's `rope` is with --rope-scaling `text`. Raises InvalidArgument."""
+    scaled = copy.copy(config)
+    _scale_rope(scaled, text)
+    return _rope_of(scaled)
+
+
+def _rope_of(config: Any) -> str:
+    return repr(sorted((getattr(config, "rope_parameters", None) or {}).items()))
+
+
 def model_shape(config: Any) -> ModelShape:
     """Return the shape of a model that tiers support.
 
@@ -139,7 +153,7 @@ def model_shape(config: Any) -> ModelShape:
         kv_heads=int(fields["num_key_value_heads"] or heads),
         head_dim=int(head_dim),
         trained_tokens=int(fields["max_position_embeddings"] or 0),
-        rope=repr(sorted((getattr(config, "rope_parameters", None) or {}).items())),
+        rope=_rope_of(config),
     )
 
 
@@ -208,14 +222,18 @@ def namespace_for(
     weights: Weights = Weights.AUTO,
 ) -> Namespace:
     """Return the namespace of this model's KV. Weights that are changed give other KV."""
-    changed = "" if weights is Weights.AUTO else f":{weights}"
     return Namespace(
         geometry=shape.geometry(dtype, block_tokens),
-        weights_digest=weights_digest(folder) + changed,
+        weights_digest=changed_digest(weights_digest(folder), weights),
         codec=codec,
         codec_layers=codec_layers,
         rope=shape.rope,
     )
+
+
+def changed_digest(digest: str, weights: Weights) -> str:
+    """Return the digest of weights that are kept otherwise than their files have them."""
+    return digest if weights is Weights.AUTO else f"{digest}:{weights}"
 
 
 def stop_token_ids(folder: Path, tokenizer: Any) -> set[int]:

@@ -9,6 +9,8 @@ from typing import Any
 from tierd.errors import InvalidArgument, TierdError
 
 _CAUSE_LINES_MAX = 6
+# What torch, safetensors and the C library say where memory is short.
+_SHORTAGES = ("allocate memory", "not enough memory", "bad_alloc")
 
 
 @contextlib.contextmanager
@@ -35,7 +37,7 @@ def reading(failure: str) -> Iterator[None]:
     Broken files come out of transformers, tokenizers and safetensors as
     errors of any class, a bare Exception among them, so that no list of
     classes is whole. What is not the files' fault passes: too little memory,
-    a package that is not installed.
+    too few threads, a package that is not installed.
     """
     try:
         with quiet():
@@ -43,8 +45,10 @@ def reading(failure: str) -> Iterator[None]:
     except (TierdError, MemoryError, ModuleNotFoundError):
         raise
     except Exception as error:
-        if "can't allocate memory" in str(error):  # torch's RuntimeError
+        if any(words in str(error).lower() for words in _SHORTAGES):
             raise MemoryError(cause_line(error)) from error
+        if "start new thread" in str(error):  # what to do about it is the command's to say
+            raise
         raise InvalidArgument(f"{failure}: {cause_line(error)}") from error
 
 

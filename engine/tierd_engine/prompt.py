@@ -7,12 +7,14 @@ user gives is text: where it spells a control token, the letters are tokenised.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from tierd.errors import InvalidArgument
 from tierd_engine.loading import reading
+from tierd_engine.pieces import first_ids, splits_between_words
 
 _DOCUMENT_MARK = "\x00document\x00"
 _QUESTION_MARK = "\x00question\x00"
@@ -20,20 +22,24 @@ _QUESTION_MARK = "\x00question\x00"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and how many tokens of the document are among them, of how many."""
+    """Token ids, and how many tokens of the document are among them."""
 
     token_ids: list[int]
     document_tokens: int
-    document_tokens_given: int
 
 
 def build_prompt(
-    tokenizer: Any, document: str, question: str, context_tokens: int | None
+    tokenizer: Any,
+    document: str,
+    question: str,
+    context_tokens: int | None,
+    refuse: Callable[[int], object] = lambda least: None,
 ) -> Prompt:
     """Return the prompt, with the document cut so that it is `context_tokens` long.
 
     Uses the model's chat template where it has one. Raises InvalidArgument if the
-    question alone is longer, or the document is empty.
+    question alone is longer, or the document is empty. `refuse`: is told, as a long document
+    is tokenised, how many tokens the prompt has at least; what it raises ends that.
     """
     before_text, between_text, after_text = _around_document(tokenizer)
     before = template_ids(tokenizer, before_text) or _bos(tokenizer)
@@ -41,19 +47,33 @@ def build_prompt(
         *plain_ids(tokenizer, f"{between_text}{question}"),
         *template_ids(tokenizer, after_text),
     ]
-    middle = plain_ids(tokenizer, document)
+    frame = len(before) + len(after)
+    room = None if context_tokens is None else context_tokens - frame
+    # One token at least is read, so that a document without any is told from one without room.
+    middle = first_ids(
+        lambda text: plain_ids(tokenizer, text),
+        document,
+        None if room is None else max(room, 1),
+        lambda least: refuse(frame + least),
+        cuts_cleanly=_cuts_cleanly(tokenizer, document),
+    )
     if not middle:
         raise InvalidArgument("the document holds no text")
-    given = len(middle)
-    if context_tokens is not None:
-        room = context_tokens - len(before) - len(after)
-        if room < 1:
-            raise InvalidArgument(
-                f"a context of {context_tokens} tokens leaves no room for the document: "
-                f"the question and its frame take {len(before) + len(after)}"
-            )
-        middle = middle[:room]
-    return Prompt([*before, *middle, *after], len(middle), given)
+    if room is not None and room < 1:
+        raise InvalidArgument(
+            f"a context of {context_tokens} tokens leaves no room for the document: "
+            f"the question and its frame take {frame}"
+        )
+    return Prompt([*before, *middle, *after], len(middle))
+
+
+def _cuts_cleanly(tokenizer: Any, text: str) -> bool:
+    """Say whether the tokens of a text cut between words are those of the whole.
+
+    One that spells a control token may be cut inside each of them, if the tokenizer finds one.
+    """
+    names = "|".join(re.escape(name) for name in _control_tokens(tokenizer).values())
+    return splits_between_words(tokenizer) and not (names and re.search(names, text))
 
 
 def build_followup(tokenizer: Any, question: str) -> list[int]:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -18,13 +18,7 @@ import numpy as np
 import torch
 
 from tierd.client import Client, SessionHandle
-from tierd.errors import (
-    DaemonUnavailable,
-    DeadlineExceeded,
-    InvalidArgument,
-    LayoutMismatch,
-    TierdError,
-)
+from tierd.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument, TierdError
 from tierd.layercodecs import layer_codecs, parse_codec_choice
 from tierd.types import CodecId, DType, Namespace, SessionState
 from tierd_engine import hf
@@ -43,6 +37,7 @@ from tierd_engine.jobcheck import CODEC_DEFAULT, check_length
 from tierd_engine.link import AGAIN_SECONDS, REJOIN_SECONDS
 from tierd_engine.prompt import TextStream, build_followup, build_prompt, follow
 from tierd_engine.report import JobReport, NotDropped, NotKept, build_report, guard_of
+from tierd_engine.resuming import held_dtype, resume_session
 from tierd_engine.session import SessionKV
 from tierd_engine.sizing import JobSizes, check_daemon_room, size_tiers
 from tierd_engine.weightonly import Weights, apply_weights
@@ -156,8 +151,7 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
     """Find the model, tokenise the prompt and size the tiers. Loads no weights.
 
     `socket`: of a running daemon, which must have room for the job and keeps the
-    session to resume. Raises BudgetTooSmall, LayoutMismatch, InvalidArgument, NotFound,
-    DeviceUnavailable.
+    session to resume. Raises BudgetTooSmall, InvalidArgument, NotFound, DeviceUnavailable.
     """
     plan = PlanMode.parse(spec.plan)
     weights = Weights.parse(spec.weights)
@@ -178,7 +172,7 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
     dtype = _parse_dtype(spec.dtype, device)
     tokenizer = hf.load_tokenizer(folder)
     if held is None:
-        ids = build_prompt(tokenizer, spec.document, spec.prompt, spec.context_tokens).token_ids
+        ids = _prompt_ids(spec, tokenizer, shape)
         choice, block_tokens, context = (
             parse_codec_choice(spec.codec or CODEC_DEFAULT),
             spec.block_tokens,
@@ -188,7 +182,7 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
         ids = build_followup(tokenizer, spec.prompt)
         choice, block_tokens = parse_codec_choice(held["codec"]), int(held["block_tokens"])
         context = int(held["tokens"]) + len(ids)
-        dtype = _held_dtype(spec, held, folder, shape)
+        dtype = held_dtype(spec, held, folder, shape)
     hf.check_token_ids(config, ids)
     check_length(shape.trained_tokens, context, spec.max_new_tokens, scales=shape.scales)
     sizes = size_tiers(
@@ -222,6 +216,18 @@ def prepare_job(spec: JobSpec, socket: str | None = None) -> PreparedJob:
     )  # fmt: skip
 
 
+def _prompt_ids(spec: JobSpec, tokenizer: Any, shape: hf.ModelShape) -> list[int]:
+    """Return a new session's prompt. Raises InvalidArgument once it is seen to be too long."""
+
+    def refuse(least: int) -> None:
+        new = spec.max_new_tokens
+        check_length(shape.trained_tokens, least, new, is_least=True, scales=shape.scales)
+
+    return build_prompt(
+        tokenizer, spec.document, spec.prompt, spec.context_tokens, refuse
+    ).token_ids
+
+
 def _asked(socket: str, rejoin_seconds: float, ask: Callable[[Client], T]) -> T:
     """Return what a daemon says that answered a moment ago; the next one's, if it has died."""
     give_up_at = time.monotonic() + rejoin_seconds
@@ -243,51 +249,6 @@ def _held_session(session_id: str, socket: str | None, rejoin_seconds: float) ->
     if row["state"] != SessionState.SUSPENDED:
         raise InvalidArgument(f"session {session_id} is {row['state']}, not suspended")
     return row
-
-
-def _held_dtype(spec: JobSpec, held: dict[str, Any], folder: Path, shape: hf.ModelShape) -> DType:
-    """Return the dtype of a held session, of this very model. Raises LayoutMismatch: what differs.
-
-    The daemon knows a namespace by its digest alone: what could have made it is tried.
-    """
-    weights = Weights.parse(spec.weights)
-    choice, block_tokens = parse_codec_choice(held["codec"]), int(held["block_tokens"])
-    wanted = hf.namespace_for(
-        folder,
-        shape,
-        DType.FLOAT32,
-        choice.base,
-        block_tokens,
-        choice.layers,
-        weights,
-    )
-
-    def dtype_of(namespace: Namespace) -> DType | None:
-        for dtype in DType:
-            geometry = replace(namespace.geometry, dtype=dtype)
-            if replace(namespace, geometry=geometry).digest().hex() == held["namespace"]:
-                return dtype
-        return None
-
-    dtype, who = dtype_of(wanted), f"session {spec.resume}"
-    if dtype is not None:
-        if spec.dtype not in ("auto", dtype):
-            raise LayoutMismatch(
-                f"{who} was made with --dtype {dtype}; leave --dtype out, or give that"
-            )
-        return dtype
-    if held["layers"] != shape.layers:
-        raise LayoutMismatch(
-            f"{who} is of another model: that has {held['layers']} layers, "
-            f"{spec.model} has {shape.layers}"
-        )
-    unscaled = hf.model_shape(hf.load_config(folder))
-    if dtype_of(replace(wanted, rope=unscaled.rope)) is not None:
-        raise LayoutMismatch(f"{who} was made without --rope-scaling; leave it out")
-    raise LayoutMismatch(
-        f"{who} was made with another model than {spec.model}, or with other weights in it, "
-        "or with another --rope-scaling or --weights; give what it was made with"
-    )
 
 
 def _parse_dtype(text: str, device: DeviceName) -> DType:
@@ -391,7 +352,7 @@ def _opened(job: PreparedJob, socket: str) -> tuple[Client, SessionHandle]:
             tokens = job.sizes.total_tokens
             if job.spec.resume is None:
                 return client, client.open_session(job.namespace, tokens)
-            return client, client.resume(job.spec.resume, job.namespace, tokens)
+            return client, resume_session(client, job.spec.resume, job.namespace, tokens)
         except TierdError as error:
             if client is not None:
                 client.close()

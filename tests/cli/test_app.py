@@ -69,6 +69,7 @@ def test_a_usage_error_is_one_line_and_exits_2(tierd: Any, arguments: list[str])
         (OSError(28, "No space left on device"), 1),
         (MemoryError("1 TiB"), 1),
         (RuntimeError("can't start new thread"), 1),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes\nat alloc.cpp"), 1),
         (ImportError("dlopen: lib.so: Too many open files"), 1),
         (KeyboardInterrupt(), 130),
         (ModuleNotFoundError("No module named 'torch'", name="torch"), 1),
@@ -95,6 +96,8 @@ def test_a_failure_is_one_line_with_its_exit_code(
         (resource.RLIMIT_NOFILE, OSError(24, "Too many open files"), "4000 files: raise ulimit -n"),
         (resource.RLIMIT_AS, OSError(12, "Cannot allocate memory"), "3.9 KiB: raise ulimit -v"),
         (resource.RLIMIT_AS, MemoryError(), "3.9 KiB: raise ulimit -v"),
+        (resource.RLIMIT_AS, RuntimeError("can't start new thread"), "3.9 KiB: raise ulimit -v"),
+        (resource.RLIMIT_AS, ImportError("x: failed to map segment"), "3.9 KiB: raise ulimit -v"),
     ],
 )
 def test_what_a_limit_of_the_process_may_have_done_names_the_limit(

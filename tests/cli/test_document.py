@@ -71,3 +71,14 @@ def test_the_engine_is_not_started_for_a_document_that_is_not_there(tierd: Any, 
     assert outcome.code == 2
     assert outcome.err == "tierd: error: document /none not found\n"
     assert world.specs == []
+
+
+def test_reading_a_document_maps_no_more_than_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document, "DOCUMENT_BYTES_MAX", 1 << 50)  # nobody has so much
+    path = tmp_path / "d.txt"
+    path.write_text("text")
+    assert document.read_document(str(path)) == "text"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"from a pipe")))
+    assert document.read_document("-") == "from a pipe"

@@ -18,7 +18,6 @@ from tierd.errors import (
     BudgetTooSmall,
     DeadlineExceeded,
     InvalidArgument,
-    LayoutMismatch,
     NotFound,
     StorageError,
     StorageFull,
@@ -252,7 +251,7 @@ def test_a_session_of_another_dtype_is_resumed_in_its_own(
     spec: JobSpec, daemon: EmbeddedDaemon
 ) -> None:
     session = run(replace(spec, dtype="bfloat16"), daemon.socket)["session"]["id"]
-    with pytest.raises(LayoutMismatch, match="was made with --dtype bfloat16"):
+    with pytest.raises(InvalidArgument, match="was made with --dtype bfloat16"):
         run(next_question(spec, session, dtype="float32"), daemon.socket)
     assert run(next_question(spec, session), daemon.socket)["dtype"] == "bfloat16"
 
@@ -263,7 +262,7 @@ def test_a_session_of_another_model_or_rope_says_which_differs(
     import transformers as tf
 
     session = run(spec, daemon.socket)["session"]["id"]
-    with pytest.raises(LayoutMismatch, match="was made without --rope-scaling"):
+    with pytest.raises(InvalidArgument, match="was made without --rope-scaling"):
         run(next_question(spec, session, rope_scaling="linear:2"), daemon.socket)
     other = tmp_path / "other"
     other.mkdir()
@@ -273,11 +272,11 @@ def test_a_session_of_another_model_or_rope_says_which_differs(
     with_noise = net.get_input_embeddings().weight
     with_noise.data += 0.5
     net.save_pretrained(other)
-    with pytest.raises(LayoutMismatch, match=r"with another model than .*other, or with other"):
+    with pytest.raises(InvalidArgument, match=r"with another model than .*other, or with other"):
         run(next_question(spec, session, model=str(other)), daemon.socket)
     net.config.num_hidden_layers = 3
     tf.LlamaForCausalLM(net.config).save_pretrained(other)
-    with pytest.raises(LayoutMismatch, match=r"that has 2 layers, .*other has 3"):
+    with pytest.raises(InvalidArgument, match=r"that has 2 layers, .*other has 3"):
         run(next_question(spec, session, model=str(other)), daemon.socket)
 
 

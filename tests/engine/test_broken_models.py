@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -178,8 +179,14 @@ def test_too_little_memory_and_missing_packages_are_not_called_broken_files() ->
     for error in (MemoryError("a"), ModuleNotFoundError("b", name="accelerate")):
         with pytest.raises(type(error)), reading("cannot read it"):
             raise error
-    with pytest.raises(MemoryError), reading("cannot read it"):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")
+    with pytest.raises(RuntimeError, match="start new thread"), reading("cannot read it"):
+        raise RuntimeError("can't start new thread")
+    for short in (
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ):
+        with pytest.raises(MemoryError), reading("cannot read it"):
+            raise short
     with pytest.raises(KeyboardInterrupt), reading("cannot read it"):
         raise KeyboardInterrupt
 

@@ -245,3 +245,25 @@ def test_a_tokenizer_that_is_none_is_one_line(folder: Path, tmp_path: Path) -> N
     (copy / "tokenizer.json").write_text("{}")
     with pytest.raises(InvalidArgument, match="no usable tokenizer in"):
         check_request(str(copy), replace(REQUEST, document="word " * 5000))
+
+
+def test_a_document_that_is_far_too_long_is_refused_after_its_beginning(
+    folder: Path, gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tierd_engine import prompt
+    from tierd_engine.runner import JobSpec, prepare_job
+
+    read, plain_ids = [0], prompt.plain_ids
+
+    def counted(tokenizer: Any, text: str) -> list[int]:
+        read[0] += len(text)
+        return plain_ids(tokenizer, text)
+
+    monkeypatch.setattr(prompt, "plain_ids", counted)
+    document = "word " * 2_000_000
+    for model in (folder, gguf):
+        with pytest.raises(InvalidArgument, match=r"at least .* that the model was trained for"):
+            prepare_job(JobSpec(str(model), document, "Why?"))
+        job = prepare_job(JobSpec(str(model), document, "Why?", context_tokens=TRAINED - 200))
+        assert len(job.prompt_ids) == TRAINED - 200
+    assert read[0] < len(document) // 10

@@ -30,9 +30,9 @@ from tierd.cli import (
     sessions,
     stats,
 )
+from tierd.cli.shortage import is_shortage, limit_named
 from tierd.cli.streams import ReaderGone, mute, warn, writing
 from tierd.errors import TierdError
-from tierd.units import format_size
 
 # Which extra brings a package that a verb imports.
 _EXTRAS = {
@@ -147,7 +147,7 @@ def _run(argv: Sequence[str] | None) -> int:
             f"this needs {package}; install it with: pip install 'tierd[{extra}]'", exits.FAILED
         )
     except ImportError as error:  # a library's file that cannot be opened, or is another's
-        return _fail(f"a library cannot be loaded: {error}", exits.FAILED)
+        return _fail(f"a library cannot be loaded: {error}{_limit_of(error)}", exits.FAILED)
     except (BrokenPipeError, SystemExit) as error:
         # Outside of standalone mode, typer exits by itself only for a broken pipe.
         raise ReaderGone from error
@@ -157,10 +157,13 @@ def _run(argv: Sequence[str] | None) -> int:
         said = f"out of memory: {error}".rstrip(": ")
         return _fail(said + _limit_of(error), exits.FAILED)
     except RuntimeError as error:
-        if "start new thread" not in str(error):
+        if not is_shortage(error):
             raise
-        hint = _limit_of(MemoryError()) or "; raise ulimit -u"
-        return _fail(f"the host gives no more threads{hint}", exits.FAILED)
+        if "start new thread" in str(error):
+            hint = _limit_of(error) or "; raise ulimit -u"
+            return _fail(f"the host gives no more threads{hint}", exits.FAILED)
+        said = str(error).partition("\n")[0]  # torch adds where in its sources
+        return _fail(f"out of memory: {said}{_limit_of(error)}", exits.FAILED)
     # Outside of standalone mode, typer returns what `typer.Exit` carried.
     return result if isinstance(result, int) else 0
 
@@ -191,10 +194,8 @@ def _limit_of(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.errno == errno.EMFILE:
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             return f"; the process may open {most} files: raise ulimit -n"
-        is_memory = isinstance(cause, OSError) and cause.errno == errno.ENOMEM
-        most = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if (is_memory or isinstance(cause, MemoryError)) and most != resource.RLIM_INFINITY:
-            return f"; the process may map {format_size(most)}: raise ulimit -v"
+        if is_shortage(cause) and limit_named():
+            return f"; {limit_named()}"
         cause = cause.__cause__ or cause.__context__
     return ""
 

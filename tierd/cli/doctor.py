@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import enum
 import errno
+import functools
 import json
 import mmap
 import os
@@ -12,7 +14,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +24,8 @@ from typing import Annotated
 import typer
 
 from tierd.cli import checks, exits, options
+from tierd.cli.shortage import JOB_ADDRESS_BYTES, address_limit, is_shortage, limit_named
+from tierd.cli.streams import writing
 from tierd.cli.terminal import print_json, print_table, versioned
 from tierd.config import DaemonConfig, available_memory_bytes, check_memory, load_config
 from tierd.errors import TierdError
@@ -39,6 +44,11 @@ PACKAGES = {
 NVIDIA = Path("/proc/driver/nvidia")
 # torch and CUDA start in ten seconds on a slow disk; the probe itself is bounded by five.
 PROBE_SECONDS_MAX = 60.0
+# A folder on a disk that is alive, or asleep, answers in ten.
+FOLDER_SECONDS_MAX = 15.0
+_STACK_BYTES = 1 << 20  # of the thread that looks at the folder: the usual 8 MiB may not be there
+
+_OTHER_FOLDER = "give a writable folder on a local disk with --cold-dir"
 
 ColdDir = Annotated[
     str | None,
@@ -78,33 +88,111 @@ def doctor(
     if as_json:
         print_json(versioned(checks=[asdict(finding) for finding in findings]))
     else:
-        rows = ((f.health, f.name, f.found, f.fix) for f in findings)
-        print_table("", ["", "check", "found", "fix"], rows, text_columns=4)
+        _print_findings([(f.health, f.name, f.found, f.fix) for f in findings])
     healths = {finding.health for finding in findings}
     if Health.FAILED in healths:
         raise typer.Exit(exits.FAILED)
     raise typer.Exit(exits.DEGRADED if Health.DEGRADED in healths else 0)
 
 
-def _findings(cold_dir: Path | None, socket: str | None) -> Iterator[Finding]:
-    yield from (_check_package(package, extra) for package, extra in PACKAGES.items())
-    yield _check_memfd()
-    yield _check_huge_pages()
-    yield _check_pidfd()
-    yield _check_memlock()
-    settings = {} if socket is None else {"service.socket": socket}
+def _print_findings(rows: Sequence[tuple[str, str, str, str]]) -> None:
+    """Print a table; where memory is too short for what draws it, a line for each finding."""
     try:
-        config = load_config(overrides=settings)
-    except TierdError as error:
-        yield Finding("settings", Health.FAILED, str(error), "mend the setting it names")
+        print_table("", ["", "check", "found", "fix"], rows, text_columns=4)
+    except (MemoryError, OSError, ImportError) as error:
+        if not is_shortage(error):
+            raise
+        with writing() as out:
+            out.writelines("  ".join(row).rstrip() + "\n" for row in rows)
+
+
+def _findings(cold_dir: Path | None, socket: str | None) -> Iterator[Finding]:
+    for package, extra in PACKAGES.items():
+        yield _probed(f"package {package}", functools.partial(_check_package, package, extra))
+    yield _probed("address space", _check_address_space)
+    yield _probed("sealed memfd", _check_memfd)
+    yield _probed("huge pages", _check_huge_pages)
+    yield _probed("pidfd", _check_pidfd)
+    yield _probed("locked memory", _check_memlock)
+    loaded: list[DaemonConfig] = []
+    yield _probed("settings", lambda: _check_settings(socket, loaded))
+    if not loaded:
         return
-    yield Finding("settings", Health.OK, f"socket {config.service.socket}")
-    yield _check_memory(config)
+    yield _probed("memory", lambda: _check_memory(loaded[0]))
+    folder = Path(loaded[0].cold.folder) if cold_dir is None else cold_dir
     # The usual folder is made with its parents; one that is named, only if its parent is there.
-    if cold_dir is None:
-        yield from _check_cold(Path(config.cold.folder), make_parents=True)
-    else:
-        yield from _check_cold(cold_dir, make_parents=False)
+    found = _cold_in_time(folder, make_parents=cold_dir is None)
+    yield from found
+    if found[0].health is not Health.FAILED:
+        yield _probed("cold pages to VRAM", lambda: _check_path_to_vram(folder))
+
+
+def _probed(name: str, probe: Callable[[], Finding]) -> Finding:
+    """Return what a probe finds; what keeps it from finding anything is a finding too."""
+    try:
+        return probe()
+    except (MemoryError, OSError, ImportError, RuntimeError) as error:
+        return _not_probed(name, error)
+
+
+def _not_probed(name: str, error: Exception) -> Finding:
+    """Return the finding that memory, threads or files are too short for a probe."""
+    if not isinstance(error, OSError) and not is_shortage(error):
+        raise error
+    said = str(error.strerror if isinstance(error, OSError) else error) or "out of memory"
+    return Finding(name, Health.FAILED, said, limit_named() or "free some memory, or threads")
+
+
+def _cold_in_time(folder: Path, *, make_parents: bool) -> list[Finding]:
+    """Return what `_check_cold` finds, in a thread of its own: a dead disk answers nobody."""
+    name = f"cold folder {folder}"
+    found: list[Finding] = []
+
+    def look() -> None:
+        try:
+            found.extend(list(_check_cold(folder, make_parents=make_parents)))  # all, or none
+        except (MemoryError, ImportError, RuntimeError) as error:
+            found.append(_not_probed(name, error))
+        finally:
+            done.release()
+
+    done = _thread.allocate_lock()
+    done.acquire()
+    usual_bytes = threading.stack_size(_STACK_BYTES)
+    try:
+        # Not a threading.Thread: where one ends for want of memory as it begins, its start waits
+        # for ever.
+        _thread.start_new_thread(look, ())
+    except (MemoryError, RuntimeError) as error:
+        return [_not_probed(name, error)]
+    finally:
+        threading.stack_size(usual_bytes)
+    done.acquire(timeout=FOLDER_SECONDS_MAX)
+    late = f"its disk did not answer within {FOLDER_SECONDS_MAX:g} s"
+    return list(found) or [Finding(name, Health.FAILED, late, _OTHER_FOLDER)]
+
+
+def _check_settings(socket: str | None, loaded: list[DaemonConfig]) -> Finding:
+    """Check the settings, and add them to `loaded` if they hold."""
+    given = {} if socket is None else {"service.socket": socket}
+    try:
+        loaded.append(load_config(overrides=given))
+    except TierdError as error:
+        return Finding("settings", Health.FAILED, str(error), "mend the setting it names")
+    return Finding("settings", Health.OK, f"socket {loaded[0].service.socket}")
+
+
+def _check_address_space() -> Finding:
+    name, most = "address space", address_limit()
+    if most is None:
+        return Finding(name, Health.OK, "no limit")
+    found = f"{format_size(most)} (ulimit -v)"
+    if most < JOB_ADDRESS_BYTES:
+        fix = (
+            f"raise ulimit -v: a job takes {format_size(JOB_ADDRESS_BYTES)} beside model and tiers"
+        )
+        return Finding(name, Health.FAILED, found, fix)
+    return Finding(name, Health.DEGRADED, found, "raise ulimit -v: model and tiers count under it")
 
 
 def _check_package(package: str, extra: str) -> Finding:
@@ -190,8 +278,7 @@ def _check_cold(folder: Path, *, make_parents: bool) -> Iterator[Finding]:
         with tempfile.NamedTemporaryFile(dir=folder, prefix="tierd-doctor-") as probe:
             direct = _writes_direct(probe.name)
     except OSError as error:
-        fix = "give a writable folder on a local disk with --cold-dir"
-        yield Finding(name, Health.FAILED, str(error.strerror), fix)
+        yield Finding(name, Health.FAILED, str(error.strerror), _OTHER_FOLDER)
         return
     if free < FREE_DISK_BYTES:
         yield Finding(name, Health.DEGRADED, f"{format_size(free)} free", "free some space")
@@ -206,7 +293,6 @@ def _check_cold(folder: Path, *, make_parents: bool) -> Iterator[Finding]:
             "the cold folder refuses O_DIRECT; reads go through the page cache",
             "put the cold folder on ext4 or xfs on NVMe",
         )
-    yield _check_path_to_vram(folder)
 
 
 def _check_path_to_vram(folder: Path) -> Finding:

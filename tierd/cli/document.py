@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 from tierd.errors import InvalidArgument
-from tierd.units import GIB, format_size
+from tierd.units import GIB, MIB, format_size
 
 # Ten million tokens of English are 40 MiB; what is larger by far is no text.
 DOCUMENT_BYTES_MAX = 1 * GIB
+_READ_BYTES = 1 * MIB
 
 
 def read_document(name: str) -> str:
     """Return the text of a file, or of stdin for "-". Raises InvalidArgument with one line."""
     shown = "stdin" if name == "-" else name
-    data = sys.stdin.buffer.read(DOCUMENT_BYTES_MAX + 1) if name == "-" else _read_file(name)
+    data = _read(sys.stdin.buffer) if name == "-" else _read_file(name)
     if len(data) > DOCUMENT_BYTES_MAX:
         raise InvalidArgument(f"document {shown} is larger than {format_size(DOCUMENT_BYTES_MAX)}")
     try:
@@ -30,11 +32,19 @@ def read_document(name: str) -> str:
     return text
 
 
-def _read_file(name: str) -> bytes:
+def _read(file: BinaryIO) -> bytearray:
+    """Return what a file holds, or more than a document may. `read(n)` would map all of n first."""
+    data = bytearray()
+    while len(data) <= DOCUMENT_BYTES_MAX and (piece := file.read(_READ_BYTES)):
+        data += piece
+    return data
+
+
+def _read_file(name: str) -> bytearray:
     path = Path(name).expanduser()
     try:
         with path.open("rb") as file:
-            return file.read(DOCUMENT_BYTES_MAX + 1)
+            return _read(file)
     except FileNotFoundError:
         raise InvalidArgument(f"document {name} not found") from None
     except IsADirectoryError:

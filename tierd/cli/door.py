@@ -1,14 +1,40 @@
-"""The command's door: signals are heard and the standard streams hold before anything is loaded."""
+"""The command's door: signals are heard and the standard streams hold before anything is loaded.
+
+Where memory is too short even to load the command, or to say in words what failed, that is a
+line: it is made beforehand, and takes no module that is not there yet.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
 
-from tierd.cli import exits, interrupts, streams
+_NO_ROOM = (
+    b"tierd: error: out of memory: the command cannot be loaded; raise ulimit -v, or free some\n"
+)
+_SHORTAGES = ("failed to map", "allocate memory", "without exception set")
+_FAILED = 1  # as in exits.py, which may be what cannot be loaded
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    try:
+        return _main(argv)
+    except MemoryError:
+        pass  # nothing of it is kept: what it held may be what the line needs
+    except (ImportError, SystemError) as error:
+        # A library's file that cannot be mapped; an error that Python itself had no room to make.
+        if not any(words in str(error) for words in _SHORTAGES):
+            raise
+    with contextlib.suppress(OSError):  # nobody listens
+        os.write(2, _NO_ROOM)
+    return _FAILED
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    from tierd.cli import exits, interrupts, streams
+
     with interrupts.watched():
         with interrupts.at_once():
             streams.mend()

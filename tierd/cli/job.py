@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierd.cli import checks, interrupts
 from tierd.cli.report import print_report
+from tierd.cli.shortage import JOB_ADDRESS_BYTES, address_limit, require_address_space
 from tierd.cli.streams import require_stdout, warn
 from tierd.cli.terminal import JobDisplay, hush_libraries, print_json
 from tierd.errors import InvalidArgument, StorageError, StorageFull
@@ -67,6 +68,7 @@ def run_job_command(fields: Mapping[str, Any], placement: Placement, display: Di
     without it is refused before.
     """
     require_stdout()
+    require_address_space(JOB_ADDRESS_BYTES, "a job")
     # With --json, stderr is a person's only where it is a terminal.
     quiet = display.quiet or (display.as_json and not sys.stderr.isatty())
     hush_libraries(quiet=quiet)
@@ -88,6 +90,7 @@ def run_job_command(fields: Mapping[str, Any], placement: Placement, display: Di
         if short and not quiet:
             events.note(short)
         hot_bytes = job.sizes.hot_bytes if job.device == "cpu" else 0
+        require_address_space(_address_bytes(job, hot_bytes), "the job")
         try:
             with _daemon_for(placement, job.sizes, hot_bytes) as socket:
                 report = run_job(job, socket=socket, events=events).to_dict()
@@ -148,6 +151,17 @@ def _daemon_for(placement: Placement, sizes: JobSizes, hot_bytes: int) -> Iterat
     _require_room(Path(config.cold.folder), sizes.cold_needed_bytes, sizes.cold_unguarded_bytes)
     with EmbeddedDaemon(config) as daemon:
         yield daemon.socket
+
+
+def _address_bytes(job: PreparedJob, hot_bytes: int) -> int:
+    """Return what of its address space a job takes: of its model, what the weights' files hold."""
+    if address_limit() is None:
+        return 0
+    from tierd_engine.modelcheck import weight_files
+
+    weights_bytes = sum(file.stat().st_size for file in weight_files(job.folder))
+    warm_bytes = 0 if job.shared else job.sizes.warm_budget_bytes
+    return JOB_ADDRESS_BYTES + weights_bytes + hot_bytes + warm_bytes
 
 
 def _require_memory(needed_bytes: int, options: str) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from tierd.cli import checks, interrupts, options
+from tierd.cli.shortage import SERVE_ADDRESS_BYTES, require_address_space
 from tierd.config import COLD_CAP_BYTES_MIN
 from tierd.errors import StorageError
 from tierd.units import KIB
@@ -90,6 +91,7 @@ def serve(
     from tierd.config import load_config
 
     loaded = load_config(config, overrides=given)
+    require_address_space(SERVE_ADDRESS_BYTES + loaded.warm.budget_bytes, "the daemon")
     require_free_socket(loaded.service.socket)  # a daemon that is not to be makes no folder
     if folder is not None:
         checks.usable_folder(folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from tierd.errors import HotBudgetExceeded, InvalidArgument
 from tierd.types import Geometry
 from tierd_engine.arena import HotArena
 from tierd_engine.device.fences import Fence
@@ -15,7 +16,10 @@ from tierd_engine.device.port import Buffer, Device
 
 
 class DeviceArena(HotArena):
-    """Slots of one block each, in one allocation within `budget_bytes` of the device."""
+    """Slots of one block each, in one allocation within `budget_bytes` of the device.
+
+    Raises InvalidArgument if the device has not that much.
+    """
 
     def __init__(
         self, device: Device, geometry: Geometry, budget_bytes: int, *, blocks_max: int
@@ -26,7 +30,10 @@ class DeviceArena(HotArena):
         super().__init__(geometry, budget_bytes, blocks_max=blocks_max)
 
     def _allocate(self, size_bytes: int) -> torch.Tensor:
-        self._buffer = self._device.allocate(size_bytes)
+        try:
+            self._buffer = self._device.allocate(size_bytes)
+        except HotBudgetExceeded as error:  # --hot asks for more than there is, as in RAM
+            raise InvalidArgument(str(error)) from error
         return self._buffer.tensor
 
     def write(

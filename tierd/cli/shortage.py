@@ -1,0 +1,60 @@
+"""Too little memory: which errors mean it, and the limit that they may stem from.
+
+A process whose address space is limited (`ulimit -v`) is told so in many ways: by Python, by the
+loader of shared libraries, by torch, by what starts a thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import resource
+
+from tierd.errors import InvalidArgument
+from tierd.units import GIB, MIB, format_size
+
+# Address space that a job takes beside its model and tiers: torch, transformers, kernels, threads.
+JOB_ADDRESS_BYTES = 3 * GIB
+# And a daemon beside its warm tier: gRPC's threads, which end the process where they cannot start.
+SERVE_ADDRESS_BYTES = 850 * MIB
+# What libraries say in errors of other classes.
+_WORDS = (
+    "allocate memory",  # torch's allocator, the C library, Rust's libraries
+    "unable to allocate",  # numpy
+    "failed to map segment",  # the loader of shared libraries
+    "bad_alloc",  # C++
+    "start new thread",  # its stack takes address space too
+)
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Say whether an error means that memory, or threads, are short."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, RuntimeError | ImportError):
+        said = str(error).lower()
+        return any(words in said for words in _WORDS)
+    return isinstance(error, MemoryError)
+
+
+def address_limit() -> int | None:
+    """Return how many bytes this process may map; None: any number."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if most == resource.RLIM_INFINITY else most
+
+
+def limit_named() -> str:
+    """Return what to do about the limit of address space; "" if there is none."""
+    most = address_limit()
+    return "" if most is None else f"the process may map {format_size(most)}: raise ulimit -v"
+
+
+def require_address_space(needed_bytes: int, who: str) -> None:
+    """Refuse what may not map as much as it takes: LLVM and gRPC would end the process for it.
+
+    Raises InvalidArgument.
+    """
+    most = address_limit()
+    if most is not None and needed_bytes > most:
+        raise InvalidArgument(
+            f"{who} needs about {format_size(needed_bytes)} of address space; {limit_named()}"
+        )
