@@ -29,7 +29,7 @@ def run_within(limit_bytes: int, *arguments: str) -> subprocess.CompletedProcess
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("mib", [18, 22, 26, 30, 34, 38, 42, 46])
+@pytest.mark.parametrize("mib", [42, 46, 64, 128])
 def test_doctor_where_little_can_be_mapped_is_findings_or_a_line(mib: int, tmp_path: Path) -> None:
     done = run_within(mib * MIB, "doctor", "--cold-dir", str(tmp_path))
     assert done.returncode == 1, done.stderr
@@ -123,7 +123,7 @@ def test_findings_are_lines_where_the_table_cannot_be_drawn(
     assert outcome.err == "" and f"ok  cold folder {tmp_path}" in outcome.out
 
 
-@pytest.mark.parametrize("mib", [20, 40, 300, 1000, 1500, 2000, 2500])
+@pytest.mark.parametrize("mib", [64, 300, 1000, 1500, 2000])
 @pytest.mark.parametrize("verb", ["demo", "generate"])
 def test_a_job_that_may_map_too_little_is_a_line_that_names_the_limit(
     verb: str, mib: int, tmp_path: Path
@@ -134,11 +134,11 @@ def test_a_job_that_may_map_too_little_is_a_line_that_names_the_limit(
     assert done.returncode in (1, 2) and done.stdout == ""
     assert done.stderr.startswith("tierd: error: ") and done.stderr.count("\n") == 1
     assert "ulimit -v" in done.stderr
-    if mib > 40:
+    if mib > 100:
         assert done.returncode == 2 and "needs about 3.0 GiB of address space" in done.stderr
 
 
-@pytest.mark.parametrize("mib", [20, 40, 100, 200, 700])
+@pytest.mark.parametrize("mib", [64, 100, 200, 600])
 def test_a_daemon_that_may_map_too_little_is_a_line_that_names_the_limit(
     mib: int, tmp_path: Path
 ) -> None:
@@ -149,12 +149,12 @@ def test_a_daemon_that_may_map_too_little_is_a_line_that_names_the_limit(
     assert done.returncode in (1, 2) and done.stdout == ""
     assert done.stderr.startswith("tierd: error: ") and done.stderr.count("\n") == 1
     assert "ulimit -v" in done.stderr
-    if mib > 40:
+    if mib > 100:
         assert done.returncode == 2 and "needs about 914.0 MiB of address space" in done.stderr
 
 
 def test_model_and_tiers_count_beside_what_every_job_maps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 4096)
     sizes = SimpleNamespace(warm_budget_bytes=8192)
@@ -163,8 +163,11 @@ def test_model_and_tiers_count_beside_what_every_job_maps(
     for module in (shortage, job):
         monkeypatch.setattr(module, "address_limit", lambda: needed - 1)
     assert job._address_bytes(prepared, 1024) == needed
-    with pytest.raises(InvalidArgument, match=r"needs about 3.0 GiB .*: raise ulimit -v"):
-        shortage.require_address_space(needed, "the job")
     shortage.require_address_space(needed - 1, "the job")
+    assert capsys.readouterr().err == ""
+    shortage.require_address_space(needed, "the job")
+    assert "the job needs about 3.0 GiB of address space; the pro" in capsys.readouterr().err
+    with pytest.raises(InvalidArgument, match=r"needs about 4.5 GiB .*: raise ulimit -v"):
+        shortage.require_address_space(needed * 3 // 2, "the job")
     prepared.shared = True
     assert job._address_bytes(prepared, 1024) == needed - 8192, "warm is the daemon's"
