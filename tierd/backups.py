@@ -11,14 +11,14 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tierd.flusher import Flusher, Group
 from tierd.memory.slabs import SlabPool
 from tierd.sessions import Session
 from tierd.store import Store
-from tierd.types import PageKey, Tier
+from tierd.types import CodecId, PageKey, Tier
 
 # A try that the disk refuses holds the mover up for a second: that is a tenth of the time at most.
 AGAIN_SECONDS = 10.0
@@ -41,30 +41,31 @@ class Backups:
         self._syncing: Backup | None = None
         self._again_at_seconds = float("-inf")
 
-    def next_keys(self, now_seconds: float, *, troubled: bool) -> list[PageKey]:
+    def next_keys(self, now_seconds: float, *, troubled: bool) -> Iterator[PageKey] | None:
         """Return pages to copy now, of one session; asks for a session's sync once it has none.
+
+        None: there are none to copy now.
 
         `troubled`: the disk failed last, so that these may be all for a while.
         """
         keeper = self._store.keeper
         if not keeper.ram_only or now_seconds < self._again_at_seconds:
-            return []
+            return None
         if troubled:
             self._again_at_seconds = now_seconds + AGAIN_SECONDS
         for session in keeper.ram_only.values():
-            unbacked = keeper.unbacked(session)
-            waiting = [key for key in unbacked if key not in self._store.placement.moving]
-            if waiting and self._has_room(session, waiting):
-                return waiting
-            if len(waiting) < len(unbacked):
-                return []  # the rest is on its way
-            if not unbacked and self._syncing is None:
+            resting = self._at_rest(session)
+            if resting and self._has_room(session, resting):
+                return self._store.traffic.at_rest(keeper.unbacked(session))
+            if resting.total() < session.index.alone_count:
+                return None  # the rest is on its way
+            if not session.index.alone_count and self._syncing is None:
                 self._syncing = Backup(session)
                 keeper.record(session, on_disk=True)
                 self._flusher.add_waiter(self._syncing)
         if self._syncing is None:
             self._again_at_seconds = now_seconds + AGAIN_SECONDS
-        return []
+        return None
 
     def settle(self, group: Group, now_seconds: float) -> None:
         """Take in a flush: the session that waited for it is kept, or waits on."""
@@ -78,11 +79,18 @@ class Backups:
             self._store.keeper.on_disk(backup.session)
             self.on_kept(backup.session)
 
-    def _has_room(self, session: Session, keys: list[PageKey]) -> bool:
+    def _at_rest(self, session: Session) -> Counter[CodecId]:
+        """Return how many pages of each codec are in RAM alone, and not on the move."""
+        moving = Counter(
+            move.source.codec
+            for key, move in self._store.placement.moving.items()
+            if key.session == session.number and move.source.tier is Tier.WARM
+        )
+        return session.index.alone_by_codec() - moving
+
+    def _has_room(self, session: Session, pages: Counter[CodecId]) -> bool:
         placement = self._store.placement
         needs: Counter[SlabPool] = Counter()
-        for key in keys:
-            page = session.index.get(key.layer, key.block)
-            assert page is not None, f"{key} is in RAM alone and in no tier"
-            needs[placement.pool(Tier.COLD, session, page.place.codec)] += 1
+        for codec, count in pages.items():
+            needs[placement.pool(Tier.COLD, session, codec)] += count
         return placement.pools[Tier.COLD].make_room(needs)

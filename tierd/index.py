@@ -7,6 +7,7 @@ give and take the mirror when an engine comes and goes.
 Invariants:
   each page is in exactly one tier, warm or cold; a warm one may have a cold copy behind it
   the pages by tier and block are the pages by (layer, block), counted otherwise
+  so are those that are in RAM alone: warm, with no copy behind them
   an attached table holds these pages and no others
 """
 
@@ -46,6 +47,8 @@ class SessionIndex:
         self._pages: dict[tuple[int, int], Page] = {}
         self._by_block: dict[Tier, dict[int, set[int]]] = {tier: {} for tier in STORED_TIERS}
         self._backed: Counter[CodecId] = Counter()
+        self._alone: dict[int, set[int]] = {}  # layers by block
+        self._alone_codecs: Counter[CodecId] = Counter()
         self._table: PageTableWriter | None = None
 
     def __len__(self) -> int:
@@ -62,6 +65,25 @@ class SessionIndex:
     def backed_by_codec(self) -> Counter[CodecId]:
         """Return how many warm pages of each codec have a cold copy."""
         return +self._backed
+
+    @property
+    def alone_count(self) -> int:
+        """Warm pages that have no cold copy."""
+        return self._alone_codecs.total()
+
+    def alone_by_codec(self) -> Counter[CodecId]:
+        """Return how many warm pages of each codec have no cold copy."""
+        return +self._alone_codecs
+
+    def alone(self) -> Iterator[tuple[int, int]]:
+        """Yield (layer, block) of warm pages that have no cold copy, block by block, lazily."""
+        for block in sorted(self._alone):
+            for layer in sorted(self._alone[block]):
+                yield layer, block
+
+    def alone_blocks(self) -> int:
+        """Return how many blocks have a warm page without a cold copy."""
+        return len(self._alone)
 
     def attach(self, table: PageTableWriter) -> None:
         """Mirror into `table` (empty so far) from now on; every page is published in it."""
@@ -102,19 +124,18 @@ class SessionIndex:
         assert page.backing is None or tier is Tier.WARM, f"({layer}, {block}) {page}"
         before = self._pages.get((layer, block))
         self._pages[layer, block] = page
+        if before is not None:
+            self._uncount_copies(layer, block, before)
         if page.backing is not None:
             self._backed[page.place.codec] += 1
+        elif tier is Tier.WARM:
+            self._alone_codecs[page.place.codec] += 1
+            _add(self._alone, layer, block)
         if before is not None:
-            if before.backing is not None:
-                self._backed[before.place.codec] -= 1
             if before.place.tier is tier:
                 return before.place != page.place
-            self._uncount(before.place.tier, layer, block)
-        blocks = self._by_block[tier]
-        if block in blocks:
-            blocks[block].add(layer)
-        else:
-            blocks[block] = {layer}
+            _remove(self._by_block[before.place.tier], layer, block)
+        _add(self._by_block[tier], layer, block)
         return True
 
     def drop(self, layer: int, block: int) -> Page:
@@ -155,22 +176,24 @@ class SessionIndex:
 
     def holds(self, blocks: Iterable[int]) -> bool:
         """Say whether every page of every one of `blocks` is here."""
-        return all(len(self.layers_of(block)) == self.layers for block in blocks)
+        warm, cold = (self._by_block[tier] for tier in STORED_TIERS)
+        return all(
+            len(warm.get(block, ())) + len(cold.get(block, ())) == self.layers for block in blocks
+        )
 
     def _forget(self, layer: int, block: int) -> Page | None:
         page = self._pages.pop((layer, block), None)
         if page is not None:
-            if page.backing is not None:
-                self._backed[page.place.codec] -= 1
-            self._uncount(page.place.tier, layer, block)
+            self._uncount_copies(layer, block, page)
+            _remove(self._by_block[page.place.tier], layer, block)
         return page
 
-    def _uncount(self, tier: Tier, layer: int, block: int) -> None:
-        blocks = self._by_block[tier]
-        layers = blocks[block]
-        layers.discard(layer)
-        if not layers:
-            del blocks[block]
+    def _uncount_copies(self, layer: int, block: int, page: Page) -> None:
+        if page.backing is not None:
+            self._backed[page.place.codec] -= 1
+        elif page.place.tier is Tier.WARM:
+            self._alone_codecs[page.place.codec] -= 1
+            _remove(self._alone, layer, block)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the counts or the mirror differ from the pages."""
@@ -180,6 +203,13 @@ class SessionIndex:
         )
         backed = Counter(p.place.codec for p in self._pages.values() if p.backing is not None)
         assert backed == self._backed, f"index: {backed} backed, {self._backed=}"
+        alone = {
+            key: page.place.codec
+            for key, page in self._pages.items()
+            if page.place.tier is Tier.WARM and page.backing is None
+        }
+        assert set(self.alone()) == alone.keys(), f"index: {alone=} {self._alone=}"
+        assert Counter(alone.values()) == self._alone_codecs, f"{self._alone_codecs=}"
         for (layer, block), page in self._pages.items():
             assert layer in self._by_block[page.place.tier].get(block, ()), (
                 f"index: page ({layer}, {block}) {page.place} is not counted in its tier"
@@ -205,3 +235,17 @@ class SessionIndex:
                 )
         finally:
             reader.close()
+
+
+def _add(layers_by_block: dict[int, set[int]], layer: int, block: int) -> None:
+    if block in layers_by_block:
+        layers_by_block[block].add(layer)
+    else:
+        layers_by_block[block] = {layer}
+
+
+def _remove(layers_by_block: dict[int, set[int]], layer: int, block: int) -> None:
+    layers = layers_by_block[block]
+    layers.remove(layer)
+    if not layers:
+        del layers_by_block[block]

@@ -245,21 +245,13 @@ class Keeper:
                 return block
         return session.sealed_blocks
 
-    def unbacked(self, session: Session) -> list[PageKey]:
-        """Return the pages of a session that are in RAM alone, block by block."""
-        index = session.index
-        if index.pages_in(Tier.WARM) == index.backed_count:
-            return []
-        return [
-            PageKey(session.number, layer, block)
-            for block in index.blocks_in(Tier.WARM)
-            for layer in index.layers_in(Tier.WARM, block)
-            if (page := index.get(layer, block)) is not None and page.backing is None
-        ]
+    def unbacked(self, session: Session) -> Iterator[PageKey]:
+        """Yield the pages of a session that are in RAM alone, block by block, as far as asked."""
+        return (PageKey(session.number, *key) for key in session.index.alone())
 
     def note_ram_only(self, session: Session) -> None:
         """A session is suspended: if the disk took not all of it, it waits for that."""
-        if self.durable and self.unbacked(session):
+        if self.durable and session.index.alone_count:
             self.ram_only[session.number] = session
 
     def on_disk(self, session: Session) -> None:
@@ -270,7 +262,7 @@ class Keeper:
         """Return how many of a session's blocks end with the daemon: a page of theirs is in RAM."""
         if not self.durable:
             return 0
-        return len({key.block for key in self.unbacked(session)})
+        return session.index.alone_blocks()
 
     def look(self) -> None:
         """See what somebody has removed of the cold folder. Never waits for the disk."""
@@ -366,7 +358,7 @@ class Keeper:
             assert session.state is SessionState.SUSPENDED, f"{session.id}: {session.state}"
         for session in self._book if self.durable else ():
             if session.state is SessionState.SUSPENDED and session.number not in self.ram_only:
-                assert not self.unbacked(session), f"{session.id}: in RAM only, and forgotten"
+                assert not session.index.alone_count, f"{session.id}: in RAM only, and forgotten"
 
 
 def pages_of(rows: PageRows) -> Iterator[tuple[PageKey, Page]]:

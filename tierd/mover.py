@@ -24,8 +24,8 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from tierd.acknowledging import Acknowledgements
@@ -222,9 +222,8 @@ class Mover:
         )
         self._store.counts["misses"] += missing
         if cold:
-            waiter = PromotionWaiter(
-                session, cold, self._waiters.deadline(deadline_seconds), self._waiters.new_answer()
-            )
+            deadline, answer = self._waiters.deadline(deadline_seconds), self._waiters.new_answer()
+            waiter = PromotionWaiter(session, deque(cold), deadline, answer)
             self._waiters.promotions.append(waiter)
             self.wake()
             await waiter.answer
@@ -279,20 +278,21 @@ class Mover:
             if waiter.flushing:
                 continue
             session = waiter.session
-            unbacked = self._store.keeper.unbacked(session)
             if not session.index.holds(range(session.sealed_blocks)):
                 lost = StorageError("a page of the session was lost meanwhile")
                 self._waiters.end_park(waiter, lost)
                 return True
-            if not unbacked:
+            if not session.index.alone_count:
                 self._store.settle_suspend(session)
                 waiter.flushing = True
                 self._flusher.add_waiter(waiter)
                 return self._flush()
-            waiting = [key for key in unbacked if key not in self._store.placement.moving]
-            moves = self._moves_to_cold(waiting, BATCH_BYTES, keeps_source=True)
+            unbacked = self._store.keeper.unbacked(session)
+            at_rest = self._traffic.at_rest(unbacked)
+            moves = self._moves_to_cold(at_rest, BATCH_BYTES, keeps_source=True)
             if self._begin(moves, Tier.COLD):
                 return True
+            waiting = list(self._traffic.at_rest(self._store.keeper.unbacked(session)))
             if waiting and not self._make_cold_room(waiting):
                 self._waiters.end_park(waiter, self._waiters.refused_by_cold(waiting))
                 return True
@@ -317,7 +317,7 @@ class Mover:
     def _promote_demanded(self) -> bool:
         for waiter in self._waiters.promotions:
             below = self._traffic.rank(waiter.session)
-            if self._promote(waiter.session, waiter.keys, below):
+            if self._promote(waiter.session, waiter.cold(), below):
                 return True
             if not self._flying and not self._store.retired_bytes(Tier.WARM):
                 self._waiters.answer(waiter.answer)  # no room, and none to come
@@ -344,8 +344,9 @@ class Mover:
     def _back_up(self) -> bool:
         troubled = bool(self._waiters.trouble or self._store.ledger.failed)
         keys = self.backups.next_keys(self._clock.monotonic(), troubled=troubled)
-        moves = self._moves_to_cold(keys, BATCH_BYTES, keeps_source=True) if keys else []
-        return self._begin(moves, Tier.COLD)
+        if keys is None:
+            return False
+        return self._begin(self._moves_to_cold(keys, BATCH_BYTES, keeps_source=True), Tier.COLD)
 
     def _spill(self, need_bytes: int, below: Rank, *, evict: bool) -> bool:
         """Begin a spill towards `need_bytes` of room, less what is coming already."""
@@ -364,30 +365,28 @@ class Mover:
         return self._begin(moves, Tier.COLD)
 
     def _moves_to_cold(
-        self, keys: Sequence[PageKey], need_bytes: int, *, keeps_source: bool = False
+        self, keys: Iterable[PageKey], need_bytes: int, *, keeps_source: bool = False
     ) -> list[Move]:
         if self._store.ledger.failed:
             return []
         keys = self._traffic.worth(self._traffic.in_runs(keys), need_bytes)
         return self._begin_moves(keys, Tier.COLD, keeps_source=keeps_source)
 
-    def _promote(self, session: Session, keys: Collection[PageKey], below: Rank) -> bool:
+    def _promote(self, session: Session, keys: Iterable[PageKey], below: Rank) -> bool:
         """Begin to promote some of `keys`, or to make room for them from ranks under `below`."""
         placement = self._store.placement
         pools = placement.pools[Tier.WARM]
-        waiting = [key for key in keys if key not in placement.moving]
         moves: list[Move] = []
         short_bytes = 0
-        for pool, wanted in self._traffic.by_warm_pool(session, waiting, BATCH_BYTES).items():
+        at_rest = self._traffic.at_rest(keys)
+        for pool, wanted in self._traffic.by_warm_pool(session, at_rest, BATCH_BYTES).items():
             spare = spare_slots(placement, session, pool)
             pools.make_available(pool, spare + len(wanted))
             roomy = max(0, pool.available_slots() - spare)
             moves += self._begin_moves(wanted[:roomy], Tier.WARM)
             if roomy < len(wanted):
-                more = min(len(keys), BATCH_BYTES // pool.slot_bytes + 1)
-                short_bytes = max(
-                    short_bytes, (spare + more - pool.available_slots()) * pool.slot_bytes
-                )
+                short_slots = spare + len(wanted) - pool.available_slots()
+                short_bytes = max(short_bytes, short_slots * pool.slot_bytes)
         return self._begin(moves, Tier.WARM) or self._spill(short_bytes, below, evict=False)
 
     def _coming_bytes(self) -> int:

@@ -167,7 +167,7 @@ class Store:
 
         All pages of these blocks must be committed; later blocks are dropped.
         `token_ids`: uint32 little endian, at least those of the sealed blocks.
-        Call `settle_suspend` once `keeper.unbacked` is empty, and `finish_suspend` when a flush
+        Call `settle_suspend` once nothing of it is in RAM alone, and `finish_suspend` when a flush
         with `sync` has returned since; a store that is not durable may do this one at once. Until
         it is settled, the session is still kept as it was before, if it was.
         Raises NotFound, InvalidArgument, PageMiss (names the first page missing).

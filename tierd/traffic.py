@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 
 from tierd.adoption import Found
@@ -112,17 +112,26 @@ class Traffic:
             and not move.keeps_source
         ]
 
-    def worth(self, keys: Sequence[PageKey], need_bytes: int) -> list[PageKey]:
-        """Return the first of these pages, whose slots are `need_bytes` together or just beyond."""
+    def at_rest(self, keys: Iterable[PageKey]) -> Iterator[PageKey]:
+        """Yield those of these pages that are not on the move, as far as asked."""
+        return (key for key in keys if key not in self._placement.moving)
+
+    def worth(self, keys: Iterable[PageKey], need_bytes: int) -> list[PageKey]:
+        """Return the first of these pages, whose slots are `need_bytes` together or just beyond.
+
+        No more of them are looked at: a session has tens of thousands, and each batch asks.
+        """
         chosen: list[PageKey] = []
+        if need_bytes <= 0:
+            return chosen
         for key in keys:
-            if need_bytes <= 0:
-                break
             chosen.append(key)
             need_bytes -= self.slots_bytes([key])
+            if need_bytes <= 0:
+                break
         return chosen
 
-    def in_runs(self, keys: Sequence[PageKey]) -> list[PageKey]:
+    def in_runs(self, keys: Iterable[PageKey]) -> list[PageKey]:
         """Return the first LOOK_BYTES of keys that stand block by block, so that I/Os can be long.
 
         A layer's pages of the next few blocks of a session follow one another, RUN_BYTES
@@ -139,7 +148,7 @@ class Traffic:
         return ordered
 
     def by_warm_pool(
-        self, session: Session, keys: Sequence[PageKey], limit_bytes: int
+        self, session: Session, keys: Iterable[PageKey], limit_bytes: int
     ) -> dict[SlabPool, list[PageKey]]:
         """Return the first of a session's cold pages, to `limit_bytes`, by their warm pool."""
         pools: dict[SlabPool, list[PageKey]] = {}

@@ -8,8 +8,8 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tierd.errors import (
@@ -43,12 +43,25 @@ class RoomWaiter:
 
 @dataclass(slots=True, eq=False)
 class PromotionWaiter:
-    """An engine that waits until `keys` are warm."""
+    """An engine that waits until `keys` are warm; those that are leave it from the front."""
 
     session: Session
-    keys: list[PageKey]
+    keys: deque[PageKey]
     deadline_seconds: float
     answer: asyncio.Future[None]
+
+    def cold(self) -> Iterator[PageKey]:
+        """Yield those of the keys that are cold, as far as asked."""
+        return (key for key in self.keys if self._is_cold(key))
+
+    def forget_arrived(self) -> None:
+        """Let keys go that are not waited for any more, up to the first that is."""
+        while self.keys and not self._is_cold(self.keys[0]):
+            self.keys.popleft()
+
+    def _is_cold(self, key: PageKey) -> bool:
+        page = self.session.index.get(key.layer, key.block)
+        return page is not None and page.place.tier is Tier.COLD
 
 
 @dataclass(slots=True, eq=False)
@@ -122,12 +135,7 @@ class Waiters:
 
     def _answer_promotions(self, now_seconds: float) -> None:
         for waiter in list(self.promotions):
-            index = waiter.session.index
-            waiter.keys = [
-                key
-                for key in waiter.keys
-                if (page := index.get(key.layer, key.block)) and page.place.tier is Tier.COLD
-            ]
+            waiter.forget_arrived()
             overdue = now_seconds >= waiter.deadline_seconds
             if overdue or not waiter.keys or waiter.answer.done():
                 self.answer(waiter.answer)
@@ -145,7 +153,7 @@ class Waiters:
                 self.end_park(waiter, DeadlineExceeded(self._why_not_kept(waiter.session)))
 
     def _why_not_kept(self, session: Session) -> str:
-        left = len(self._store.keeper.unbacked(session))
+        left = session.index.alone_count
         return f"the session is not on disk yet: {left} pages are left. {self.trouble}".strip()
 
     def end_park(self, waiter: ParkWaiter, error: TierdError | None = None) -> None:

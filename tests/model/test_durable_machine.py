@@ -185,7 +185,7 @@ class DurableMachine(RuleBasedStateMachine):
         known.cut(sealed)
         if not known.history:  # else it is kept as before until all of it is on disk
             known.history.append(Kept(sealed, dict(known.versions), sure=False))
-        if self.carry(session, self.store.keeper.unbacked(session), keeps_source=True):
+        if self.carry(session, list(self.store.keeper.unbacked(session)), keeps_source=True):
             self.store.settle_suspend(session)
             self.store.placement.cold_files.sync()
             self.rig.ledger.flush(sync=True)
