@@ -9,6 +9,7 @@ import pytest
 
 from tests.moversteps import cool, demote, intact, start, turns
 from tests.rig import INT8, INT8_BLOCK, LAYERS, RAW_SLOT, Rig, in_loop
+from tierd import mover, traffic
 from tierd.disk.faults import FOR_EVER, Fault, FaultKind
 from tierd.disk.fsck import check
 from tierd.disk.simulated import SimulatedDisk
@@ -99,6 +100,29 @@ async def test_a_suspension_is_not_acknowledged_before_its_sync() -> None:
     rig.mover.pump()
     await task
     assert session.state is SessionState.SUSPENDED
+
+
+@in_loop
+async def test_a_suspension_looks_at_each_page_a_few_times_however_many_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = make(SimulatedDisk(1), warm_blocks=64, cold_blocks=128)
+    session = rig.session()
+    await demote(rig, session, range(48), include_first=True)
+    monkeypatch.setattr(mover, "BATCH_BYTES", 2 * INT8_BLOCK)
+    monkeypatch.setattr(traffic, "LOOK_BYTES", 4 * INT8_BLOCK)
+    unbacked, looked_at = rig.store.keeper.unbacked, 0
+
+    def counted(session):
+        nonlocal looked_at
+        for key in unbacked(session):
+            looked_at += 1
+            yield key
+
+    monkeypatch.setattr(rig.store.keeper, "unbacked", counted)
+    await suspend(rig, session, 48)
+    # A batch looks at twice its pages, and passes by those of the two batches under way.
+    assert 48 * LAYERS <= looked_at <= 5 * 48 * LAYERS
 
 
 @in_loop
