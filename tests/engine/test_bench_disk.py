@@ -24,6 +24,7 @@ from tierd_engine.bench.ceiling import print_ceiling
 from tierd_engine.bench.disk import bench_disk, disk_to_dict, print_disk
 from tierd_engine.bench.diskrig import GEOMETRIES, DiskRig
 from tierd_engine.bench.fio import Limit
+from tierd_engine.bench.keep import Keeping, KeepRow, bench_keep, keep_to_dict, print_keep
 from tierd_engine.bench.restart import bench_restart, print_restart, restart_to_dict
 
 SIZE = 8 << 20
@@ -93,12 +94,33 @@ def test_the_rows_say_figure_limit_and_ratio(tmp_path: Path, monkeypatch, capsys
     assert fixed["disk_bytes_per_second"] > 0 and own["disk_bytes_per_second"] > 0
     assert rows[0].read_ratios[0] <= rows[0].read_ratio <= rows[0].read_ratios[-1]
     low, high = rows[0].read_checksum_costs
-    assert low <= rows[0].read_checksum_cost <= high and rows[0].checksum_pairs == 8
+    assert low <= rows[0].read_checksum_cost <= high and rows[0].checksum_pairs == 32
     print_disk(rows)
     print_ceiling(ceilings)
     text = capsys.readouterr().out
     assert "apt-get install fio" in text and "ratio" in text and "loop" in text
     assert "ceiling" in text and "digests cost" in text
+
+
+def test_a_session_is_kept_and_comes_up_at_each_length(tmp_path: Path, capsys) -> None:
+    found = bench_keep(tmp_path, (2, 4))
+    assert list(tmp_path.iterdir()) == []
+    assert [row.blocks for row in found.rows] == [2, 4]
+    assert all(row.keep_seconds > 0 and row.hint_seconds > 0 for row in found.rows)
+    printed = json.loads(json.dumps(keep_to_dict(found)))
+    assert printed["keep_growth"] == found.growth and len(printed["keep"]) == 2
+    print_keep(found)
+    text = capsys.readouterr().out
+    assert "120 pages" in text and "limit 1.5" in text
+
+
+def test_time_a_page_is_compared_by_the_worse_way() -> None:
+    rows = [
+        KeepRow(1, pages, pages << 16, keep_seconds, hint_seconds, 1.0, 1.0)
+        for pages, keep_seconds, hint_seconds in ((100, 1.0, 1.0), (400, 4.0, 7.0))
+    ]
+    assert Keeping(tuple(rows)).growth == pytest.approx(1.75)
+    assert not Keeping(tuple(rows)).holds
 
 
 def test_a_made_store_starts_whole_from_snapshot_and_journal(tmp_path: Path, capsys) -> None:

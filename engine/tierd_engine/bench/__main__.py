@@ -17,6 +17,8 @@ from tierd_engine.cores import share_cores
 TOKENS_MAX = 2**31 - 1
 SIZE_BYTES_MIN = 64 * MIB  # less is over before a clock says anything
 
+_DISK_PARTS = ("speed", "keep", "restart")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one benchmark; return the exit code."""
@@ -104,14 +106,16 @@ def _parser() -> argparse.ArgumentParser:
     memory.set_defaults(run=_memory)
     kernels = verbs.add_parser("kernels", help="codec and attention kernels against memory")
     kernels.set_defaults(run=_kernels)
-    disk = verbs.add_parser("disk", help="spill and cold read beside fio; a restart")
+    disk = verbs.add_parser(
+        "disk", help="spill and cold read beside fio; a session kept; a restart"
+    )
     disk.add_argument("--folder", type=Path, help="where (default: the system's temporary folder)")
     disk.add_argument(
         "--model", nargs="*", choices=("8b", "135m"), help="whose pages (default: both)"
     )
     disk.add_argument("--size", type=_size, default="1GiB", help="bytes a round (default 1GiB)")
     disk.add_argument("--rounds", type=_count, default=8, help="default 8")
-    disk.add_argument("--part", nargs="*", choices=("speed", "restart"), help="default: both")
+    disk.add_argument("--part", nargs="*", choices=_DISK_PARTS, help="default: all")
     disk.add_argument(
         "--pages", type=_count, default=1_000_000, help="of the restart; default 10^6"
     )
@@ -282,9 +286,10 @@ def _disk(options: argparse.Namespace) -> int:
     from tierd_engine.bench.ceiling import print_ceiling
     from tierd_engine.bench.disk import bench_disk, disk_to_dict, print_disk
     from tierd_engine.bench.diskrig import GEOMETRIES
+    from tierd_engine.bench.keep import bench_keep, keep_to_dict, print_keep
     from tierd_engine.bench.restart import bench_restart, print_restart, restart_to_dict
 
-    parts = options.part or ("speed", "restart")
+    parts = options.part or _DISK_PARTS
     printed: dict[str, object] = {}
     holds = []
     if "speed" in parts:
@@ -296,6 +301,12 @@ def _disk(options: argparse.Namespace) -> int:
         if not options.json:
             print_disk(rows)
             print_ceiling(ceilings)
+    if "keep" in parts:
+        keeping = bench_keep(options.folder)
+        printed |= keep_to_dict(keeping)
+        holds.append(keeping.holds)
+        if not options.json:
+            print_keep(keeping)
     if "restart" in parts:
         restart = bench_restart(options.folder, options.pages, options.rounds)
         printed |= restart_to_dict(restart)
