@@ -17,7 +17,7 @@ from tierd.codec.layout import PageLayout
 from tierd_engine.arena import TORCH_DTYPES
 from tierd_engine.gpu.codes import key_codes, value_codes, value_halves
 from tierd_engine.gpu.elements import FUSED, HALF_MAX, NORMAL_MIN, page_start, typed
-from tierd_engine.gpu.shapes import call_shape, page_shape, warps_of
+from tierd_engine.gpu.shapes import call_shape, constants, page_shape, warps_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -123,7 +123,8 @@ def _mixed(
         return total
 
 
-@triton.jit
+# Counts change from step to step: 1, or a multiple of 16, is no reason for another build.
+@triton.jit(do_not_specialize=["pages", "pages_each", "n"])
 def attend_kernel(
     q: tl.tensor, addresses: tl.tensor, tokens: tl.tensor, firsts: tl.tensor,
     positions: tl.tensor, o: tl.tensor, lse: tl.tensor, scale: tl.tensor, pages: tl.tensor,
@@ -222,5 +223,5 @@ def attend_pages(
     grid = (parts, layout.kv_heads, triton.cdiv(n * call.share, call.rows))
     attend_kernel[grid](
         q, addresses, tokens, first_position, query_positions, o, lse, scale, pages, pages_each,
-        n, page, call, num_warps=warps_of(page, call), **FUSED,
+        n, constants(page), constants(call), num_warps=warps_of(page, call), **FUSED,
     )  # fmt: skip

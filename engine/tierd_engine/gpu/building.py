@@ -29,7 +29,15 @@ from tierd_engine.gpu.digesting import digest_kernel
 from tierd_engine.gpu.elements import EXACT, FUSED
 from tierd_engine.gpu.encoding import ENCODE, encode_kernel
 from tierd_engine.gpu.merging import MERGE, merge_kernel
-from tierd_engine.gpu.shapes import call_shape, padded, page_shape, warps_of
+from tierd_engine.gpu.shapes import (
+    CallShape,
+    PageShape,
+    call_shape,
+    constants,
+    padded,
+    page_shape,
+    warps_of,
+)
 from tierd_engine.gpu.xxhashing import CHAIN, chain_kernel, sums_kernel
 
 CAPABILITIES = (80, 90)
@@ -141,16 +149,17 @@ def build(kernel: Kernel, capability: int) -> Build:
     """Compile a kernel to a cubin. Raises Triton's errors if it does not compile."""
     names = kernel.function.arg_names
     types: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
+    fixed: dict[tuple[int, ...], Any] = {}
     aligned: dict[tuple[int, ...], Any] = {}
     for i, (name, argument) in enumerate(zip(names, kernel.arguments, strict=True)):
         is_type = isinstance(argument, str) and re.fullmatch(r"\*?(i|fp|bf)\d+", argument)
         types[name] = argument if is_type else "constexpr"
         if not is_type:
-            constants[(i,)] = argument
+            is_shape = isinstance(argument, PageShape | CallShape)
+            fixed[(i,)] = constants(argument) if is_shape else argument
         elif argument.startswith("*"):
             aligned[(i,)] = [["tt.divisibility", 16]]  # as torch's allocations are
-    source = ASTSource(kernel.function, signature=types, constexprs=constants, attrs=aligned)
+    source = ASTSource(kernel.function, signature=types, constexprs=fixed, attrs=aligned)
     said = io.StringIO()
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), redirect_stdout(said):
         triton.knobs.compilation.always_compile = True  # what lies in the cache says nothing

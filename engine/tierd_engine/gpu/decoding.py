@@ -17,7 +17,7 @@ from tierd_engine.gpu.elements import (
     typed,
     widen_elements,
 )
-from tierd_engine.gpu.shapes import page_shape
+from tierd_engine.gpu.shapes import constants, page_shape
 
 CHANNELS = tl.constexpr(16)  # at a time
 
@@ -98,4 +98,4 @@ def decode_pages(
     shape = page_shape(layout)
     grid = (len(source), layout.kv_heads, layout.block_tokens // shape.tile)
     if len(source):
-        decode_kernel[grid](source, keys_to, values_to, to_head_bytes, shape, dtype.value, **EXACT)
+        decode_kernel[grid](source, keys_to, values_to, to_head_bytes, constants(shape), dtype.value, **EXACT)

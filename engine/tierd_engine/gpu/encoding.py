@@ -36,7 +36,7 @@ from tierd_engine.gpu.elements import (
     severity_of,
     typed,
 )
-from tierd_engine.gpu.shapes import page_shape
+from tierd_engine.gpu.shapes import constants, page_shape
 
 CHANNELS = tl.constexpr(16)  # of keys at a time: the lanes of key_error's sum
 ROWS = tl.constexpr(16)  # of values at a time: one thread then holds few of them
@@ -204,5 +204,5 @@ def encode_pages(
     shape = page_shape(layout)
     grid = (len(source), layout.kv_heads, layout.block_tokens // shape.tile)
     if len(source):
-        encode_kernel[grid](source, destination, severity, shape, **ENCODE)
+        encode_kernel[grid](source, destination, severity, constants(shape), **ENCODE)
     return (3 - severity) % 3  # severities 0, 1, 2 are statuses 0, 2, 1

@@ -15,7 +15,7 @@ MERGE = {**FUSED, "maxnreg": 64}
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "rows"])  # as in attending.py
 def merge_kernel(
     o: tl.tensor, lse: tl.tensor, out: tl.tensor, out_lse: tl.tensor, parts: tl.tensor,
     rows: tl.tensor, D: tl.constexpr, PADDED: tl.constexpr,

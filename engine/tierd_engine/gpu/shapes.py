@@ -1,11 +1,16 @@
 """What a kernel is compiled for: the numbers of a page's layout and of a call, as constants.
 
-Triton takes a NamedTuple of them as one compile-time argument; equal tuples share a build.
+Triton takes a NamedTuple of them as one compile-time argument; equal tuples share a build. Triton
+before 3.8 does not know the fields of one for constants, unless each says so: `constants`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import NamedTuple, TypeVar
+
+import triton
+import triton.language as tl
 
 from tierd.codec.layout import PageLayout
 from tierd.codec.reference import raw_layout, slack
@@ -60,6 +65,19 @@ class CallShape(NamedTuple):
     tile: int
     is_causal: bool
     is_interpreted: bool
+
+
+Shape = TypeVar("Shape", PageShape, CallShape)
+
+
+def constants(shape: Shape) -> Shape:
+    """Return the shape as a kernel takes it."""
+    return shape if triton.knobs.runtime.interpret else _wrapped(shape)
+
+
+@functools.lru_cache(maxsize=256)  # a launch asks for it; few models, each with some layouts
+def _wrapped(shape: Shape) -> Shape:
+    return shape._make(tl.constexpr(field) for field in shape)
 
 
 def page_shape(layout: PageLayout) -> PageShape:
