@@ -17,13 +17,15 @@ from tierd.errors import TierdError
 STACK_BYTES = 1 << 20
 
 
-def start_threads(work: Callable[[], None], count: int, name: str) -> list[threading.Thread]:
+def start_threads(
+    work: Callable[[], None], count: int, name: str, stack_bytes: int = STACK_BYTES
+) -> list[threading.Thread]:
     """Return `count` daemon threads that do `work`, or as many as the host gives.
 
     Raises TierdError where it gives none.
     """
     threads: list[threading.Thread] = []
-    usual_bytes = threading.stack_size(STACK_BYTES)
+    usual_bytes = threading.stack_size(stack_bytes)
     try:
         for i in range(count):
             thread = threading.Thread(target=work, name=f"{name}-{i}", daemon=True)
@@ -43,11 +45,13 @@ class WorkThreads:
     Errors other than `expected` end their thread too: they are bugs.
     """
 
-    def __init__(self, count: int, name: str, expected: type[Exception]) -> None:
+    def __init__(
+        self, count: int, name: str, expected: type[Exception], stack_bytes: int = STACK_BYTES
+    ) -> None:
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None]
         self._queue = queue.SimpleQueue()
         self._expected = expected
-        self._count = len(start_threads(self._work, count, name))
+        self._count = len(start_threads(self._work, count, name, stack_bytes))
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
         """Return the future of `work`, which starts when a thread is free."""

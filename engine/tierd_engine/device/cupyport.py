@@ -214,8 +214,9 @@ def _import_cuda() -> Any:
     try:
         import cupy
     except ImportError as error:
+        why = (str(error.__cause__ or error).strip().splitlines() or [""])[-1]
         raise DeviceUnavailable(
-            "a CUDA device needs CuPy: install tierd with the extra cuda12 or cuda13"
+            f"a CUDA device needs CuPy: install tierd with the extra cuda12 or cuda13 ({why})"
         ) from error
     return cupy.cuda
 

@@ -4,7 +4,8 @@ The one module that imports kvikio, and only when a path is opened: kvikio needs
 Interfaces used, read off the wheels of 25.4 and 26.10: CuFile(file, flags) with "r" to read and
 "r+" to write, CuFile.pread(buf, size, file_offset) and pwrite alike -> IOFuture, IOFuture.get()
 -> bytes done, CuFile.close(), defaults.set(name, value). What its C++ throws comes as
-RuntimeError, ValueError, MemoryError, IndexError or ArithmeticError (Cython's rule).
+RuntimeError, ValueError, MemoryError, IndexError or ArithmeticError (Cython's rule). Its import
+loads libcufile since 26.x, and raises a RuntimeError of cuda.pathfinder's where that is not there.
 
 Invariants:
   `start` and `start_write` never wait: all of kvikio runs on this object's threads
@@ -33,6 +34,7 @@ from tierd_engine.workthreads import WorkThreads
 _THREADS = 4  # a unit of 8 MiB each; within one, kvikio has threads of its own
 _WRITE_THREADS = 4  # scattered slots are a write each
 _TASK_THREADS = 8
+_STACK_BYTES = 8 << 20  # the first read opens cuFile's driver on it: what that takes is not ours
 _GDS_BYTES_MIN = 4096  # kvikio's own 1 MiB would send single pages through RAM
 _KVIKIO_ERRORS = (
     RuntimeError, OSError, ValueError, TypeError, MemoryError, LookupError, ArithmeticError,
@@ -69,7 +71,7 @@ class KvikioPath:
 
     def __init__(self) -> None:
         self._kvikio = _import_kvikio()
-        self._threads = WorkThreads(_THREADS, "tierd-direct", DeviceFailed)
+        self._threads = WorkThreads(_THREADS, "tierd-direct", DeviceFailed, _STACK_BYTES)
         self._write_threads: WorkThreads | None = None  # most sessions never write
         self._files: dict[tuple[int, int, str], Any] = {}
 
@@ -80,7 +82,9 @@ class KvikioPath:
     def start_write(self, fd: int, offset: int, source: torch.Tensor) -> KvikioWork:
         """See ColdPath."""
         if self._write_threads is None:
-            self._write_threads = WorkThreads(_WRITE_THREADS, "tierd-direct-write", DeviceFailed)
+            self._write_threads = WorkThreads(
+                _WRITE_THREADS, "tierd-direct-write", DeviceFailed, _STACK_BYTES
+            )
         return KvikioWork(self._write_threads.submit(lambda: self._write(fd, offset, source)))
 
     def _read(self, fd: int, offset: int, target: torch.Tensor) -> None:
@@ -123,8 +127,10 @@ def _import_kvikio() -> Any:
     try:
         import kvikio
         from kvikio import defaults
-    except (ImportError, OSError) as error:
-        raise DeviceUnavailable(f"kvikio cannot be used: {error}") from error
-    defaults.set("gds_threshold", _GDS_BYTES_MIN)
-    defaults.set("num_threads", _TASK_THREADS)
+
+        defaults.set("gds_threshold", _GDS_BYTES_MIN)
+        defaults.set("num_threads", _TASK_THREADS)
+    except (ImportError, *_KVIKIO_ERRORS) as error:  # its loader's are RuntimeErrors
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DeviceUnavailable(f"kvikio cannot be used: {why}") from error
     return kvikio

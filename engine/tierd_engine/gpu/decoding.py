@@ -98,4 +98,6 @@ def decode_pages(
     shape = page_shape(layout)
     grid = (len(source), layout.kv_heads, layout.block_tokens // shape.tile)
     if len(source):
-        decode_kernel[grid](source, keys_to, values_to, to_head_bytes, constants(shape), dtype.value, **EXACT)
+        decode_kernel[grid](
+            source, keys_to, values_to, to_head_bytes, constants(shape), dtype.value, **EXACT
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,18 @@ def test_both_devices_have_what_the_port_asks_for() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_it_is_refused() -> None:
     with pytest.raises(DeviceUnavailable):
+        cupyport.CupyDevice()
+
+
+def test_a_cupy_that_cannot_be_imported_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = "try:\n    import no_such_part\nexcept ImportError as e:\n"
+    (tmp_path / "cupy.py").write_text(f"{text}    raise ImportError('===') from e\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(DeviceUnavailable, match=r"needs CuPy: .*No module named 'no_such_part'"):
         cupyport.CupyDevice()
 
 

@@ -232,5 +232,17 @@ def test_kvikio_that_is_not_there_is_a_typed_error(monkeypatch: pytest.MonkeyPat
         KvikioPath()
 
 
+def test_kvikio_whose_libraries_are_not_there_is_a_typed_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = "raise RuntimeError('Failure finding \"libcufile.so.0\":\\n attempts')\n"
+    (tmp_path / "kvikio.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "kvikio"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(DeviceUnavailable, match=r'finding "libcufile\.so\.0":$'):
+        KvikioPath()
+
+
 def test_the_probes_time_has_its_bound() -> None:
     assert probing.PROBE_SECONDS <= 5
