@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from tierd.errors import NotFound
+from tierd.errors import DeviceFailed, NotFound
 from tierd_engine.bench.gpucheck import __main__ as gpucheck
+from tierd_engine.bench.gpucheck import parts
 from tierd_engine.bench.gpucheck.decoding import overlap
 from tierd_engine.bench.gpucheck.parts import PARTS, TOTAL_SECONDS, Part
 from tierd_engine.bench.gpucheck.report import bars
@@ -92,6 +93,16 @@ def test_what_is_missing_is_a_line_and_no_failure(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_device_that_fails_is_a_failure(tmp_path: Path) -> None:
+    parts = [
+        Part("cold", 5, lambda *_: {"tokens": 1}),
+        Part("decode int8", 5, fail(DeviceFailed("an illegal memory access"))),
+    ]
+    assert gpucheck.check(tmp_path, parts, dry_run=True, launch=gpucheck.here) == 1
+    said = report(tmp_path)["parts"]["decode int8"]["said"]
+    assert said == "FAILED: DeviceFailed: an illegal memory access"
+
+
 def python(folder: Path, script: str) -> str:
     """Write a program that stands in for Python."""
     path = folder / "python"
@@ -121,6 +132,42 @@ def test_a_part_that_dies_or_hangs_is_ended_and_the_next_one_runs(
     assert time.monotonic() - began < 20
     done = report(tmp_path)["parts"]
     assert [part["said"].startswith(said) for part in done.values()] == [True, True], done
+
+
+def test_what_a_part_found_stands_though_it_hangs_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = json.dumps({"result": {"tokens": 7}})
+    script = f"import time\nprint({gpucheck._FOUND + found!r}, flush=True)\ntime.sleep(60)"
+    monkeypatch.setattr(sys, "executable", python(tmp_path, script))
+    part = Part("links", 2, fail(AssertionError()))
+    assert gpucheck.in_a_process(part, tmp_path, True, {}, 2) == {"result": {"tokens": 7}}
+
+
+def test_a_part_that_the_wholes_limit_cuts_short_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", python(tmp_path, "import time; time.sleep(60)"))
+    part = Part("links", 30, fail(AssertionError()))
+    done = gpucheck.in_a_process(part, tmp_path, True, {}, 0.5)
+    assert "time is up" in done["said"] and "failed" not in done
+
+
+def test_a_sanitizer_that_is_not_through_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object, timeout: float, **__: object) -> None:
+        raise subprocess.TimeoutExpired("compute-sanitizer", timeout)
+
+    monkeypatch.setattr(parts.shutil, "which", lambda name: "/bin/true")
+    monkeypatch.setattr(parts.subprocess, "run", run)
+    (sanitizer,) = [part for part in PARTS if part.name == "sanitizer"]
+    done = gpucheck.here(sanitizer, Path("."), False, {}, 0)
+    assert done["said"] == "skipped: compute-sanitizer was not through in 60 s"
+
+
+@pytest.mark.parametrize("part", ["sanitizer", "resident"])
+def test_a_memory_error_and_a_wrong_sum_are_missed_bars(part: str) -> None:
+    found = bars({"dry_run": False, "parts": {part: {"result": {"holds": False}}}})
+    assert [bar.verdict for bar in found].count("MISSED") == 1
 
 
 def test_the_whole_has_a_limit_and_parts_beyond_it_are_skipped(tmp_path: Path) -> None:

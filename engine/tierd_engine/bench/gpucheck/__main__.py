@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -18,12 +19,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tierd.errors import TierdError
+from tierd.errors import (
+    BudgetTooSmall,
+    DeviceUnavailable,
+    HotBudgetExceeded,
+    NotFound,
+    TierdError,
+    TierFull,
+)
 from tierd_engine.bench.gpucheck.parts import PARTS, TOTAL_SECONDS, Part
 from tierd_engine.bench.gpucheck.report import DRY_LINE, bars, write_report
 from tierd_engine.bench.gpucheck.scale import DRY, REAL
 
 _FOUND = "gpu-check-found: "  # before a part's JSON, the last line of its stdout
+# What a machine lacks, and no fault of what is checked.
+_MISSING = (NotFound, DeviceUnavailable, BudgetTooSmall, HotBudgetExceeded, TierFull)
 _PART_SECONDS_MIN = 5.0  # less is not worth a start of torch
 Launch = Callable[[Part, Path, bool, dict[str, Any], float], dict[str, Any]]
 
@@ -117,30 +127,36 @@ def in_a_process(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
+    is_late, out, errors = False, "", ""
     try:
         out, errors = process.communicate(json.dumps(earlier), timeout=seconds)
     except subprocess.TimeoutExpired:
-        return {"said": f"FAILED: stopped after {seconds:.0f} s", "failed": True}
+        is_late = True
     finally:
-        _end(process)
+        rest = _end(process)
+    out, errors = rest if is_late else (out, errors)
     for line in reversed(out.splitlines()):
-        if line.startswith(_FOUND):
+        if line.startswith(_FOUND):  # who hangs after it has said so has hung in a driver's end
             done: dict[str, Any] = json.loads(line.removeprefix(_FOUND))
             return done
+    if is_late and seconds < part.seconds:
+        return {"said": f"stopped after {seconds:.0f} s: the whole's time is up"}
+    if is_late:
+        return {"said": f"FAILED: stopped after {seconds:.0f} s", "failed": True}
     last = (errors.strip().splitlines() or ["it said nothing"])[-1]
     return {"said": f"FAILED: code {process.returncode}: {last[:300]}", "failed": True}
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """End what is left of a part: its own processes go with it."""
-    try:
+def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """End what is left of a part, its own processes too; return what it said that was not read."""
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
     try:
-        process.communicate(timeout=10)
+        return process.communicate(timeout=10)
     except subprocess.TimeoutExpired:
-        return  # stuck in the driver: it holds no pipe that is waited for
+        return "", ""  # stuck in the driver: it holds no pipe that is waited for
+    except ValueError:  # all was read
+        return "", ""
 
 
 def here(
@@ -151,8 +167,11 @@ def here(
         return {"result": part.check(DRY if dry_run else REAL, folder, earlier)}
     except ModuleNotFoundError as error:
         return {"said": f"skipped: {error.name} is not installed"}
-    except TierdError as error:
+    except _MISSING as error:
         return {"said": f"skipped: {error}", "error": type(error).__name__}
+    except TierdError as error:  # a device that failed, a page that was damaged
+        kind = type(error).__name__
+        return {"said": f"FAILED: {kind}: {error}", "error": kind, "failed": True}
 
 
 def _run_here(options: argparse.Namespace) -> int:

@@ -44,9 +44,13 @@ def bars(found: dict[str, Any]) -> list[Bar]:
                 1 + VRAM_SHARE_MAX, judged, at_least=False,
             )
         )  # fmt: skip
-    for part, what in (("kernels", "kernels are the CPU's"), ("model", "tokens and fidelity")):
-        holds = _figure(done, part, "holds")
-        listed.append(Bar(what, None, "every row", holds))
+    for part, what, limit in (
+        ("kernels", "kernels are the CPU's", "every row"),
+        ("resident", "the resident path's o is PyTorch's", "within its rounding"),
+        ("model", "tokens and fidelity", "every row"),
+        ("sanitizer", "compute-sanitizer's memcheck", "no error"),
+    ):
+        listed.append(Bar(what, None, limit, _figure(done, part, "holds")))
     return listed
 
 
