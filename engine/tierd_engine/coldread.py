@@ -341,8 +341,9 @@ class ColdReader:
         for pieces, is_read in zip(runs, are_read, strict=True):
             for page, into in pieces:
                 _read_page(page, into, is_read=is_read, tries=tries)
-                if self.on_verified is not None:
-                    self.on_verified(page, into)
+                told = self.on_verified  # it may be taken back meanwhile
+                if told is not None:
+                    told(page, into)
 
     def _drain(self) -> None:
         """Wait until nothing writes to the ring. Raises DeadlineExceeded; it may be called again.

@@ -123,7 +123,6 @@ class DirectCold:
         self._in_a_row = 0
         self.counts = DirectCounts()
         self.given_up = ""
-        reader.on_verified = self.learn
 
     # -- what goes direct ---------------------------------------------------------
     def learn(self, page: ColdPage, slot: memoryview) -> None:
@@ -155,6 +154,9 @@ class DirectCold:
         self._has_learned = False
         fds = {page.fd for unit in self._units for page in unit.pages}
         open_to_us = {fd for fd in fds if not self.given_up and self._path_for(fd) is not None}
+        # Compiled threads read for a reader that tells nobody: where nothing can go direct, it
+        # has nothing to tell.
+        self._reader.on_verified = self.learn if open_to_us else None
         return tuple(
             all(
                 page.fd in open_to_us

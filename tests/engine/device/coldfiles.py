@@ -79,10 +79,10 @@ class ColdFile:
 
 
 class Rig:
-    """A stager over a cold file, with a direct path. Each step checks every byte."""
+    """A stager over a cold file, with a direct path or none. Each step checks every byte."""
 
     def __init__(
-        self, device: FakeDevice, file: ColdFile, path: ColdPath, *, chunks: int = 2,
+        self, device: FakeDevice, file: ColdFile, path: ColdPath | None, *, chunks: int = 2,
         landing: int = 3,
     ) -> None:  # fmt: skip
         self.device, self.file = device, file

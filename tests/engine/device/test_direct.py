@@ -55,6 +55,14 @@ def test_a_unit_is_the_cpus_first_and_goes_direct_from_then_on(tmp_path: Path) -
     assert explore_random(case, range(25)) is None
 
 
+def test_where_nothing_can_go_direct_compiled_threads_read(tmp_path: Path) -> None:
+    rig = Rig(FakeDevice(FirstChooser()), ColdFile(tmp_path), None)
+    for _ in range(2):
+        rig.step()
+    assert rig.reader._is_pooled and rig.direct.counts == DirectCounts()
+    rig.close()
+
+
 @pytest.mark.parametrize("fence", FENCES)
 def test_the_explorer_sees_each_fence_left_out(fence: Fence, tmp_path: Path) -> None:
     def case(chooser: Chooser) -> None:
