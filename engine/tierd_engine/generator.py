@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tierd.errors import PageMiss, StaleGeneration, StorageError
+from tierd.errors import HotBudgetExceeded, PageMiss, StaleGeneration, StorageError
 from tierd_engine.attention.executors import FEW_QUERIES_MAX
 from tierd_engine.cache import TierCache
 from tierd_engine.fidelity import finite
@@ -107,6 +107,11 @@ class Generator:
                 output = self._model(
                     input_ids=ids, cache=self._cache, use_cache=True, logits_to_keep=1
                 )
+        except torch.OutOfMemoryError as error:  # of a GPU alone
+            self.kv.cancel()
+            raise HotBudgetExceeded(
+                f"the GPU has no memory left for a step of {chunk} tokens: give a smaller --hot"
+            ) from error
         except BaseException:
             self.kv.cancel()
             raise

@@ -18,7 +18,13 @@ import numpy as np
 import torch
 
 from tierd.client import Client, SessionHandle
-from tierd.errors import DaemonUnavailable, DeadlineExceeded, InvalidArgument, TierdError
+from tierd.errors import (
+    DaemonUnavailable,
+    DeadlineExceeded,
+    DeviceUnavailable,
+    InvalidArgument,
+    TierdError,
+)
 from tierd.layercodecs import layer_codecs, parse_codec_choice
 from tierd.types import CodecId, DType, Namespace, SessionState
 from tierd_engine import hf
@@ -321,7 +327,13 @@ def _device(job: PreparedJob, model: Any) -> Iterator[DeviceRig | None]:
         yield None
         return
     try:
-        model.to(rig.device.torch_device)
+        try:
+            model.to(rig.device.torch_device)
+        except torch.OutOfMemoryError as error:
+            raise DeviceUnavailable(
+                f"the model's weights do not fit into {rig.device.name}: "
+                "give --device cpu, or a smaller model"
+            ) from error
         yield rig
     finally:
         rig.close()

@@ -111,8 +111,9 @@ def call_shape(
 
 def warps_of(page: PageShape, call: CallShape) -> int:
     """Return the warps of an attention program: with fewer, its registers would spill."""
-    # float32 elements are three terms each to a tensor core, so more of them stand by.
-    is_wide = page.codec == "raw" and page.dtype == "float32"
+    # float32 elements are three terms each to a tensor core, so more of them stand by; of int4
+    # both keys and values are taken out of bytes that two codes share.
+    is_wide = page.codec == "int4" or (page.codec == "raw" and page.dtype == "float32")
     return 8 if call.rows * page.padded * (1 + is_wide) > WARPS_4_MAX else 4
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.folders import tiny_folder
 from tierd.config import embedded_config
 from tierd.daemon import EmbeddedDaemon
-from tierd.errors import DeviceUnavailable, InvalidArgument
-from tierd_engine import runner
+from tierd.errors import DeviceUnavailable, HotBudgetExceeded, InvalidArgument
+from tierd_engine import hf, runner
 from tierd_engine.device.exploring import RandomChooser
 from tierd_engine.device.fake import FakeDevice
 from tierd_engine.device.opening import DeviceName, fake_rig, resolve_device
@@ -114,6 +115,32 @@ def test_a_job_that_fails_gives_the_device_back(
 
     monkeypatch.setattr(runner, "_decode", interrupt)
     with pytest.raises(KeyboardInterrupt):
+        run(tiny_folder(tmp_path / "model"))
+    assert device.pending == 0 and device.registered_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("to", DeviceUnavailable, "weights do not fit into fake"),
+        ("forward", HotBudgetExceeded, "no memory left for a step of .* give a smaller --hot"),
+    ],
+)
+def test_a_gpu_whose_memory_is_full_is_one_line(
+    name: str, kind: type[Exception], said: str, device: FakeDevice, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\n Tried to allocate")
+
+    def load(*arguments: Any) -> Any:
+        model = own(*arguments)
+        setattr(model, name, fail)
+        return model
+
+    own = hf.load_model
+    monkeypatch.setattr(hf, "load_model", load)
+    with pytest.raises(kind, match=said):
         run(tiny_folder(tmp_path / "model"))
     assert device.pending == 0 and device.registered_bytes == 0
 
