@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from triton.runtime.errors import OutOfResources
 
 from tierd.errors import DeviceFailed, NotFound
+from tierd.types import CodecId
 from tierd_engine.bench.gpucheck import __main__ as gpucheck
-from tierd_engine.bench.gpucheck import parts
+from tierd_engine.bench.gpucheck import kernels, parts
 from tierd_engine.bench.gpucheck.decoding import overlap
 from tierd_engine.bench.gpucheck.parts import PARTS, TOTAL_SECONDS, Part
 from tierd_engine.bench.gpucheck.report import bars
+from tierd_engine.bench.gpucheck.scale import DRY
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,6 +105,17 @@ def test_a_device_that_fails_is_a_failure(tmp_path: Path) -> None:
     assert gpucheck.check(tmp_path, parts, dry_run=True, launch=gpucheck.here) == 1
     said = report(tmp_path)["parts"]["decode int8"]["said"]
     assert said == "FAILED: DeviceFailed: an illegal memory access"
+
+
+def test_a_kernel_that_does_not_compile_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> float:
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(kernels, "_decode", fail)
+    monkeypatch.setattr(kernels, "_attend", fail)
+    rows = list(kernels._codec_rows(DRY, CodecId.RAW, torch.device("cpu"), 1))
+    assert [row["holds"] for row in rows] == [True, True, True, False, False]
+    assert "shared memory" in rows[-1]["said"]
 
 
 def python(folder: Path, script: str) -> str:

@@ -6,11 +6,12 @@ import enum
 import importlib.util
 import time
 from dataclasses import dataclass
+from subprocess import SubprocessError
 
 import torch
 
 from tierd.errors import DeviceUnavailable, InvalidArgument
-from tierd.units import MIB
+from tierd.units import CACHE_LINE_BYTES, MIB
 from tierd_engine.device.kernels import HostKernels, PageKernels, TritonKernels
 from tierd_engine.device.pinning import Pins
 from tierd_engine.device.port import Device
@@ -90,10 +91,41 @@ def open_rig(name: DeviceName) -> DeviceRig | None:
         return None
     from tierd_engine.device.cupyport import CupyDevice
 
-    device = CupyDevice()
-    return DeviceRig(
-        device, TritonKernels(), Pins(device), measured_rates(device), cold_paths(device)
-    )
+    device, kernels = CupyDevice(), TritonKernels()
+    require_kernels(device, kernels)
+    return DeviceRig(device, kernels, Pins(device), measured_rates(device), cold_paths(device))
+
+
+def require_kernels(device: Device, kernels: PageKernels) -> None:
+    """Launch the smallest kernel once. Raises DeviceUnavailable, DeviceFailed.
+
+    Triton builds its launchers with a C compiler and Python's headers, and its kernels for the
+    driver that is there: what of it is missing is said before a job has begun.
+    """
+    page, found = device.allocate(CACHE_LINE_BYTES), device.allocate(8)
+    ended = device.new_event("the first kernel")
+    addresses = torch.tensor([page.address], device=device.torch_device)
+    out = found.tensor.view(torch.int64)
+    try:
+        device.launch(device.compute, lambda: kernels.digest(addresses, page.size_bytes, out))
+    except (RuntimeError, OSError, ImportError, SubprocessError, *_tritons_errors()) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise DeviceUnavailable(
+            f"Triton cannot launch a kernel: {why} (it needs a C compiler and Python's headers)"
+        ) from error
+    device.record(ended, device.compute, "record: first kernel")
+    device.wait_host(ended, _PROBE_SECONDS, "wait: first kernel")
+    device.free(found)
+    device.free(page)
+
+
+def _tritons_errors() -> tuple[type[Exception], ...]:
+    """Return what Triton raises that is no RuntimeError."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return ()
+    return (TritonError,)
 
 
 def cold_paths(device: Device) -> ColdPaths:

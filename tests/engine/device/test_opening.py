@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 import torch
 
 from tierd.errors import DeviceUnavailable, InvalidArgument
 from tierd_engine.device import opening
 from tierd_engine.device.fake import FakeDevice
+from tierd_engine.device.kernels import HostKernels
 from tierd_engine.device.opening import DeviceName, fake_rig, open_rig, resolve_device
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -40,6 +43,30 @@ def test_what_else_is_missing_is_named(module: str, monkeypatch: pytest.MonkeyPa
     with pytest.raises(DeviceUnavailable, match="extra cuda12 or cuda13"):
         resolve_device(DeviceName.CUDA)
     assert resolve_device(DeviceName.AUTO) is DeviceName.CPU
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("at 1:2:\nFailed to find C compiler"), "Failed to find C compiler"),
+        (subprocess.CalledProcessError(1, ["gcc"]), "gcc"),
+        (FileNotFoundError(2, "No such file", "ptxas"), "ptxas"),
+    ],
+)
+def test_a_triton_that_cannot_launch_is_told_before_a_job_begins(
+    error: Exception, said: str
+) -> None:
+    class Kernels(HostKernels):
+        def digest(self, *_: object) -> None:
+            raise error
+
+    device = FakeDevice()
+    device.launch = lambda stream, kernel: kernel()  # type: ignore[method-assign]
+    opening.require_kernels(device, HostKernels())
+    with pytest.raises(DeviceUnavailable, match=f"Triton cannot launch a kernel: .*{said}") as no:
+        opening.require_kernels(device, Kernels())
+    assert "\n" not in str(no.value)
+    device.check_integrity()
 
 
 def test_rates_are_measured_with_bounded_waits() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,8 @@ def _cuda() -> torch.device:
 def _codec_rows(
     scale: Scale, codec: CodecId, device: torch.device, seed: int
 ) -> Iterator[dict[str, Any]]:
+    from triton.errors import TritonError  # of a kernel that does not compile, or does not fit
+
     # The interpreter takes a second for each few hundred programs.
     geometry = replace(
         scale.geometry, layers=1, kv_heads=1 if scale.is_dry else scale.geometry.kv_heads
@@ -95,7 +98,7 @@ def _codec_rows(
             row["holds"] = row["error"] <= allowed
             if name == "xxh3" and device.type == "cuda":
                 row["bytes_per_second"] = _xxh3_rate(encoded, layout)
-        except (RuntimeError, TierdError, AssertionError) as error:
+        except (RuntimeError, TierdError, AssertionError, SubprocessError, TritonError) as error:
             row |= {"error": None, "holds": False, "said": str(error)[:300]}
         yield row
 
