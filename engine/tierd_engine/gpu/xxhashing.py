@@ -37,6 +37,7 @@ PRIME64_1 = tl.constexpr(0x9E3779B185EBCA87)
 PRIME64_2 = tl.constexpr(0xC2B2AE3D27D4EB4F)
 AVALANCHE = tl.constexpr(0x165667919E3779F9)
 LOW = tl.constexpr(0xFFFFFFFF)
+ALL_BITS = tl.constexpr(2**64 - 1)  # `~` of uint64 is not in every interpreter
 CHAIN = {**EXACT, "num_warps": 1}  # eight numbers
 
 # The specification's default secret, 192 bytes.
@@ -152,7 +153,7 @@ def chain_kernel(sums: tl.tensor, out: tl.tensor, size: tl.tensor, blocks: tl.te
     numbers += ahead
     length = size.to(tl.uint64)
     low = _half(numbers, length * PRIME64_1, LOW_KEYS)
-    high = _half(numbers, ~(length * PRIME64_2), HIGH_KEYS)
+    high = _half(numbers, length * PRIME64_2 ^ ALL_BITS, HIGH_KEYS)
     tl.store(out + 2 * page, high.to(tl.int64, bitcast=True))
     tl.store(out + 2 * page + 1, low.to(tl.int64, bitcast=True))
 
