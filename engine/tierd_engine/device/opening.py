@@ -106,9 +106,12 @@ def require_kernels(device: Device, kernels: PageKernels) -> None:
     ended = device.new_event("the first kernel")
     addresses = torch.tensor([page.address], device=device.torch_device)
     out = found.tensor.view(torch.int64)
+    refused: tuple[type[Exception], ...] = (
+        RuntimeError, OSError, ImportError, SubprocessError, *_tritons_errors(),
+    )  # fmt: skip
     try:
         device.launch(device.compute, lambda: kernels.digest(addresses, page.size_bytes, out))
-    except (RuntimeError, OSError, ImportError, SubprocessError, *_tritons_errors()) as error:
+    except refused as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise DeviceUnavailable(
             f"Triton cannot launch a kernel: {why} (it needs a C compiler and Python's headers)"

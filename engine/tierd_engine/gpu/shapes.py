@@ -77,7 +77,7 @@ def constants(shape: Shape) -> Shape:
 
 @functools.lru_cache(maxsize=256)  # a launch asks for it; few models, each with some layouts
 def _wrapped(shape: Shape) -> Shape:
-    return shape._make(tl.constexpr(field) for field in shape)
+    return type(shape)(*map(tl.constexpr, shape))
 
 
 def page_shape(layout: PageLayout) -> PageShape:
