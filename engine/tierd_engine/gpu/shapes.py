@@ -7,7 +7,7 @@ before 3.8 does not know the fields of one for constants, unless each says so: `
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import triton
 import triton.language as tl
@@ -75,11 +75,30 @@ def constants(shape: Shape) -> Shape:
     return shape if triton.knobs.runtime.interpret else _wrapped(shape)
 
 
-@functools.lru_cache(maxsize=256)  # a launch asks for it; few models, each with some layouts
+class _PageConstants(PageShape):
+    """Hashed by its place, as a launch does it hundreds of times a step: `_wrapped` keeps it."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+class _CallConstants(CallShape):
+    """As _PageConstants."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+@functools.lru_cache(maxsize=256)  # few models, each with some layouts and numbers of queries
 def _wrapped(shape: Shape) -> Shape:
-    return type(shape)(*map(tl.constexpr, shape))
+    kind: type[Any] = _PageConstants if isinstance(shape, PageShape) else _CallConstants
+    wrapped: Shape = kind(*map(tl.constexpr, shape))
+    return wrapped
 
 
+@functools.lru_cache(maxsize=64)
 def page_shape(layout: PageLayout) -> PageShape:
     """Return what kernels need of a layout."""
     hot = raw_layout(layout)
