@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import importlib.util
+import os
 import time
 from dataclasses import dataclass
 from subprocess import SubprocessError
@@ -23,6 +24,7 @@ _PROBE_BYTES = 64 * MIB
 _PROBES = 4
 # 256 MiB at 64 MiB/s, the slowest link we promise for, and as much again.
 _PROBE_SECONDS = 10.0
+_ON = ("1", "true", "yes", "on", "y")  # as Triton reads a setting
 _NEEDED = {"cupy": "CuPy", "triton": "Triton"}
 
 
@@ -72,6 +74,9 @@ def what_is_missing() -> str:
     for module, name in _NEEDED.items():
         if importlib.util.find_spec(module) is None:
             return f"{name} is not installed: install tierd with the extra cuda12 or cuda13"
+    if os.environ.get("TRITON_INTERPRET", "").lower() in _ON:
+        # Interpreted kernels would take the GPU's addresses for the host's, and crash.
+        return "TRITON_INTERPRET is set: kernels would not run on the GPU; unset it"
     return ""
 
 

@@ -45,6 +45,16 @@ def test_what_else_is_missing_is_named(module: str, monkeypatch: pytest.MonkeyPa
     assert resolve_device(DeviceName.AUTO) is DeviceName.CPU
 
 
+def test_interpreted_kernels_are_not_sent_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(opening.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(DeviceUnavailable, match="TRITON_INTERPRET is set"):
+        resolve_device(DeviceName.CUDA)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert resolve_device(DeviceName.AUTO) is DeviceName.CUDA
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [

@@ -119,7 +119,7 @@ def in_a_process(
         "--part",
         part.name,
     ]
-    environment = dict(os.environ)
+    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     if dry_run:
         command.append("--dry-run")
         environment["TRITON_INTERPRET"] = "1"
