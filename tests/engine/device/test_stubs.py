@@ -46,7 +46,10 @@ def test_cupys_events_and_streams_have_these_parameters() -> None:
 
 
 def test_kvikios_files_have_these_parameters() -> None:
-    kvikio = pytest.importorskip("kvikio", exc_type=ImportError)
+    try:
+        kvikio = pytest.importorskip("kvikio", exc_type=ImportError)
+    except RuntimeError as error:  # its loader's: libcufile is not there
+        pytest.skip(str(error))
     for name in ("__init__", "pread", "pwrite", "close"):
         assert names(getattr(kvikio.CuFile, name)) == names(getattr(stubs.CuFile, name)), name
     assert names(kvikio.defaults.set) == ["config"]
