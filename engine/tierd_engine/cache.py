@@ -8,6 +8,8 @@ all tiers. No model code is touched.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 from typing import Any, Protocol
 
@@ -117,6 +119,20 @@ class TierCache(Cache):
     def __init__(self, kv: StepKV) -> None:
         super().__init__(layers=[TierLayer(kv, layer) for layer in range(kv.geometry.layers)])
         self.kv = kv
+
+
+def cached_in(model: Any, cache: Cache) -> dict[str, Cache]:
+    """Return the argument by which a model is given its cache."""
+    model_class: type = type(model)
+    return {_argument_of(model_class): cache}
+
+
+@functools.lru_cache(maxsize=64)
+def _argument_of(model_class: type) -> str:
+    call = getattr(model_class, "forward", model_class.__call__)
+    names = inspect.signature(call).parameters
+    # transformers before 5.24 knows it by the older name alone.
+    return "past_key_values" if "past_key_values" in names and "cache" not in names else "cache"
 
 
 def tier_attention(

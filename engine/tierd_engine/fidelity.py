@@ -57,8 +57,10 @@ class OwnCacheRun:
     def __init__(self, model: Any) -> None:
         from transformers import DynamicCache
 
+        from tierd_engine.cache import cached_in
+
         self._model = model
-        self._cache = DynamicCache(config=model.config)
+        self._cached = cached_in(model, DynamicCache(config=model.config))
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
 
@@ -81,7 +83,7 @@ class OwnCacheRun:
         with own_attention(self._model), torch.inference_mode():
             output = self._model(
                 input_ids=torch.tensor([token_ids], device=self._model.device),
-                cache=self._cache,
+                **self._cached,
                 use_cache=True,
                 logits_to_keep=1,
             )

@@ -17,7 +17,7 @@ import torch
 
 from tierd.errors import HotBudgetExceeded, PageMiss, StaleGeneration, StorageError
 from tierd_engine.attention.executors import FEW_QUERIES_MAX
-from tierd_engine.cache import TierCache
+from tierd_engine.cache import TierCache, cached_in
 from tierd_engine.fidelity import finite
 from tierd_engine.rehearsal import judge_codecs
 from tierd_engine.session import SessionKV
@@ -105,7 +105,10 @@ class Generator:
         try:
             with few, torch.inference_mode():
                 output = self._model(
-                    input_ids=ids, cache=self._cache, use_cache=True, logits_to_keep=1
+                    input_ids=ids,
+                    use_cache=True,
+                    logits_to_keep=1,
+                    **cached_in(self._model, self._cache),
                 )
         except torch.OutOfMemoryError as error:  # of a GPU alone
             self.kv.cancel()

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tierd_engine.cache import TierCache
+from tierd_engine.cache import TierCache, cached_in
 from tierd_engine.outputerror import QUERIES_MAX, Heard, Scene
 from tierd_engine.session import SessionKV
 
@@ -61,7 +61,7 @@ def rehearse(model: Any, scene: Scene, token_ids: Sequence[int], seed: int = 0) 
     with torch.inference_mode(False), torch.enable_grad():
         output = model(
             input_ids=ids,
-            cache=TierCache(kv),
+            **cached_in(model, TierCache(kv)),
             use_cache=True,
             logits_to_keep=len(token_ids) - run_in,
         )

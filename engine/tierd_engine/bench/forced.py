@@ -28,7 +28,7 @@ from tierd_engine.attention.executors import FEW_QUERIES_MAX
 from tierd_engine.attention.plan import PlanMode
 from tierd_engine.bench.layouts import Layout, PagesHeld, Rounding, pages_held
 from tierd_engine.bench.rig import open_session_kv
-from tierd_engine.cache import TierCache
+from tierd_engine.cache import TierCache, cached_in
 from tierd_engine.fidelity import own_attention
 from tierd_engine.generator import PREFILL_CHUNK_TOKENS
 from tierd_engine.rehearsal import judge_codecs
@@ -215,7 +215,9 @@ class ForcedRuns:
         """Feed the text's tokens from `start` to `end`; return the last `keep` rows of logits."""
         ids = torch.tensor([self.ids[start:end]])
         with torch.inference_mode():
-            output = self.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=keep)
+            output = self.model(
+                input_ids=ids, use_cache=True, logits_to_keep=keep, **cached_in(self.model, cache)
+            )
         logits: torch.Tensor = output.logits[0].float()
         return logits
 

@@ -23,7 +23,7 @@ from tierd_engine.attention.plan import PlanMode
 from tierd_engine.bench.machine import peak_rss_bytes, reset_peak_rss
 from tierd_engine.bench.rig import open_session_kv
 from tierd_engine.bench.synthetic import fill_own_cache, fill_session
-from tierd_engine.cache import TierCache
+from tierd_engine.cache import TierCache, cached_in
 from tierd_engine.fidelity import own_attention
 from tierd_engine.session import SessionKV
 from tierd_engine.stepthreads import StepThreads
@@ -114,12 +114,12 @@ def tier_runner(
 
 
 def _tier_step(model: Any, kv: SessionKV) -> Callable[[], None]:
-    cache, threads = TierCache(kv), StepThreads(model)
+    own, threads = cached_in(model, TierCache(kv)), StepThreads(model)
     ids = torch.tensor([[TOKEN]])
 
     def step() -> None:
         with threads.few_queries(), torch.inference_mode():
-            model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
+            model(input_ids=ids, use_cache=True, logits_to_keep=1, **own)
 
     return step
 
@@ -147,7 +147,9 @@ def own_runner(bench: BenchModel, context: int, *, quantised: bool = False) -> R
 
     def step() -> None:
         with own_attention(bench.model), torch.inference_mode():
-            bench.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
+            bench.model(
+                input_ids=ids, use_cache=True, logits_to_keep=1, **cached_in(bench.model, cache)
+            )
 
     size = bench.geometry.token_bytes * context
     return Runner(name, step, size // 2 if quantised else size, before)

@@ -25,6 +25,7 @@ from tierd_engine.bench.machine import describe_machine, load_average
 from tierd_engine.bench.runners import TOKEN, BenchModel
 from tierd_engine.bench.synthetic import fill_own_cache
 from tierd_engine.bench.texts import python_reference
+from tierd_engine.cache import cached_in
 from tierd_engine.fidelity import own_attention
 from tierd_engine.runner import use_all_cores
 from tierd_engine.stepthreads import StepThreads
@@ -86,7 +87,7 @@ def _step(model: Any, cache: Any, *, few: bool) -> Callable[[], None]:
 
     def step() -> None:
         with own_attention(model), torch.inference_mode():
-            model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
+            model(input_ids=ids, use_cache=True, logits_to_keep=1, **cached_in(model, cache))
 
     def few_step() -> None:
         with threads.few_queries():
@@ -134,7 +135,8 @@ def _logits(model: Any, ids: list[int]) -> torch.Tensor:
     with own_attention(model), torch.inference_mode():
         for start in range(0, len(ids) - 1, _DECODED_TOKENS):
             part = torch.tensor([ids[start : min(start + _DECODED_TOKENS, len(ids) - 1)]])
-            rows.append(model(input_ids=part, cache=cache, use_cache=True).logits[0].float())
+            output = model(input_ids=part, use_cache=True, **cached_in(model, cache))
+            rows.append(output.logits[0].float())
     return torch.cat(rows)
 
 
