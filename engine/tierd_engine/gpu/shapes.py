@@ -131,9 +131,11 @@ def call_shape(
 def warps_of(page: PageShape, call: CallShape) -> int:
     """Return the warps of an attention program: with fewer, its registers would spill."""
     # float32 elements are three terms each to a tensor core, so more of them stand by; of int4
-    # both keys and values are taken out of bytes that two codes share.
-    is_wide = page.codec == "int4" or (page.codec == "raw" and page.dtype == "float32")
-    return 8 if call.rows * page.padded * (1 + is_wide) > WARPS_4_MAX else 4
+    # both keys and values are taken out of bytes that two codes share; int8 codes beside float32
+    # queries spill by Triton 3.7 alone.
+    is_single = page.dtype == "float32"
+    terms = {"int4": 2, "raw": 1 + is_single, "int8": 1 + 2 * is_single}.get(page.codec, 1)
+    return 8 if call.rows * page.padded * terms > WARPS_4_MAX else 4
 
 
 def padded(extent: int) -> int:
