@@ -12,11 +12,16 @@ import pytest
 from tests.processes import open_fds
 from tests.test_adoption import config
 from tierd.client import Client
-from tierd.daemon import FILES_MIN, EmbeddedDaemon
+from tierd.daemon import EmbeddedDaemon
 from tierd.disk.ports import storage_errors
 from tierd.errors import PageMiss, StorageError, TierFull
-from tierd.openfiles import require_files, said_by_daemon, why_not_opened
-from tierd.rpc.calls import CLIENT_FILES
+from tierd.openfiles import (
+    CLIENT_FILES,
+    DAEMON_FILES,
+    require_files,
+    said_by_daemon,
+    why_not_opened,
+)
 
 FULL = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -74,7 +79,7 @@ def test_a_daemon_asks_before_it_starts_grpc(
 ) -> None:
     monkeypatch.setattr("tierd.daemon.raise_file_limit", lambda: None)
     settings = config(tmp_path)
-    with room_for(FILES_MIN - 1), pytest.raises(StorageError, match="a daemon needs 40 more"):
+    with room_for(DAEMON_FILES - 1), pytest.raises(StorageError, match="a daemon needs 40 more"):
         EmbeddedDaemon(settings).__enter__()
     assert not (tmp_path / "cold").exists(), "nothing is made"
 

@@ -1,16 +1,23 @@
 """What somebody removes of the cold folder under a daemon is not said to be kept any more."""
 
 import shutil
+import time
 from pathlib import Path
 
-from tests.rig import in_loop
-from tests.test_keeping import kept, make, reopened
+import pytest
+
+from tests.rig import INT8, in_loop
+from tests.test_backups import passes
+from tests.test_keeping import kept, make, reopened, resumed, suspend
 from tests.wirerig import small_config, store_session
+from tierd.backups import AGAIN_SECONDS
 from tierd.client import Client
 from tierd.daemon import EmbeddedDaemon
 from tierd.disk.simulated import SimulatedDisk
 from tierd.disk.slabfiles import slab_name
+from tierd.errors import StorageError
 from tierd.keeping import LOOK_SECONDS
+from tierd.types import SessionState, Tier
 
 
 @in_loop
@@ -22,6 +29,8 @@ async def test_blocks_whose_slab_somebody_removed_are_not_said_to_be_kept() -> N
     keeper = rig.store.keeper
     keeper.look()
     assert keeper.removed_blocks(session) == keeper.removed_blocks(whole) == 0
+    for key in rig.store.traffic.pages_in(Tier.WARM, session, range(12)):
+        assert rig.store.traffic.fall_back(key)  # so that it is nowhere else
     rows = rig.ledger.pages_of(session.number)
     slab = int(rows["slab"][-1])
     first = int(rows["block"][rows["slab"] == slab].min())
@@ -33,6 +42,50 @@ async def test_blocks_whose_slab_somebody_removed_are_not_said_to_be_kept() -> N
     again = reopened(disk.kill(), cold_blocks=256)
     (found,) = (s for s in again.store.sessions() if s.number == session.number)
     assert found.sealed_blocks == first, "as it was said"
+
+
+@in_loop
+async def test_what_is_in_ram_is_copied_anew_where_its_files_were_removed() -> None:
+    disk = SimulatedDisk(1)
+    rig = make(disk, warm_blocks=16, cold_blocks=256)
+    session = await kept(rig, 4)
+    keeper = rig.store.keeper
+    for slab in set(rig.ledger.pages_of(session.number)["slab"].tolist()):
+        disk.remove(slab_name(slab))
+    keeper.look()
+    assert not keeper.is_kept(session) and keeper.ram_only_blocks(session) == 4
+    rig.store.check_integrity()
+    await passes(rig, 2 * AGAIN_SECONDS)
+    assert keeper.is_kept(session) and not keeper.removed_blocks(session)
+    resumed(reopened(disk.kill(), cold_blocks=256), session.number, 4)
+
+
+@in_loop
+async def test_a_session_is_kept_anew_where_the_files_of_its_copies_were_removed() -> None:
+    disk = SimulatedDisk(1)
+    rig = make(disk, warm_blocks=16, cold_blocks=256)
+    session = await kept(rig, 4)
+    again = rig.store.resume_session(1, session.number, INT8, 1024)
+    for slab in set(rig.ledger.pages_of(session.number)["slab"].tolist()):
+        disk.remove(slab_name(slab))
+    await suspend(rig, again, 4)  # nobody has looked since
+    resumed(reopened(disk.kill(), cold_blocks=256), session.number, 4)
+
+
+@in_loop
+async def test_a_session_some_of_which_is_nowhere_but_in_removed_files_is_not_kept() -> None:
+    disk = SimulatedDisk(1)
+    rig = make(disk, warm_blocks=16, cold_blocks=256)
+    session = await kept(rig, 4)
+    again = rig.store.resume_session(1, session.number, INT8, 1024)
+    for key in rig.store.traffic.pages_in(Tier.WARM, again, [3]):
+        assert rig.store.traffic.fall_back(key)
+    for slab in set(rig.ledger.pages_of(session.number)["slab"].tolist()):
+        disk.remove(slab_name(slab))
+    with pytest.raises(StorageError, match="1 blocks of the session are not kept: somebody"):
+        await suspend(rig, again, 4)
+    assert again.state is SessionState.RUNNING
+    rig.store.check_integrity()
 
 
 @in_loop
@@ -70,7 +123,7 @@ def test_a_session_whose_folder_was_removed_is_not_said_to_be_kept(tmp_path: Pat
         assert "was removed" in tool.stats()["tiers"]["cold"]["device"]
 
 
-def test_a_session_whose_slabs_were_removed_says_so(tmp_path: Path) -> None:
+def test_a_session_whose_slabs_were_removed_is_put_on_disk_again(tmp_path: Path) -> None:
     with (
         EmbeddedDaemon(small_config(tmp_path, **{"cold.ephemeral": False})) as daemon,
         Client.connect(daemon.socket) as job,
@@ -79,6 +132,9 @@ def test_a_session_whose_slabs_were_removed_says_so(tmp_path: Path) -> None:
         session = store_session(job, 4)
         for file in (tmp_path / "cold" / "slab").iterdir():
             file.unlink()
-        row = tool.session(session)
-        assert row["kept"] and row["removed_blocks"] == row["sealed_blocks"] == 4
         assert "somebody removed slab/" in tool.stats()["tiers"]["cold"]["device"]
+        give_up_at = time.monotonic() + 3 * AGAIN_SECONDS
+        while not (row := tool.session(session))["kept"]:
+            assert time.monotonic() < give_up_at, row
+            time.sleep(0.05)
+        assert row["removed_blocks"] == row["ram_only_blocks"] == 0 and row["sealed_blocks"] == 4

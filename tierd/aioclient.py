@@ -21,13 +21,12 @@ import grpc
 import grpc.aio
 
 from tierd.errors import DaemonUnavailable, DeadlineExceeded, TierdError, TierFull, error_for_reason
-from tierd.openfiles import require_files
+from tierd.openfiles import CLIENT_FILES, require_files
 from tierd.rpc import wire
 from tierd.rpc.aio import keep_aio_up
 from tierd.rpc.calls import (
     CALL_SECONDS,
     CHANNEL_OPTIONS,
-    CLIENT_FILES,
     call_metadata,
     check_boot_id,
     hint_request,

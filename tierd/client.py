@@ -28,12 +28,11 @@ from tierd.handle import SUSPEND_SECONDS, Demotion, SessionHandle
 from tierd.memory.epochs import EpochWriter
 from tierd.memory.memfd import Mapping
 from tierd.memory.pagetable import PageTableReader
-from tierd.openfiles import require_files
+from tierd.openfiles import CLIENT_FILES, require_files
 from tierd.rpc import wire
 from tierd.rpc.calls import (
     CALL_SECONDS,
     CHANNEL_OPTIONS,
-    CLIENT_FILES,
     call_metadata,
     check_boot_id,
     hint_request,

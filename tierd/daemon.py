@@ -48,7 +48,7 @@ from tierd.logs import new_log
 from tierd.memory.slabmemory import MemfdBacking
 from tierd.metrics import Metrics
 from tierd.mover import Mover, Troubles
-from tierd.openfiles import require_files
+from tierd.openfiles import DAEMON_FILES, require_files
 from tierd.pools import TierParts
 from tierd.rpcserver import RpcServer
 from tierd.sessions import Session
@@ -56,9 +56,6 @@ from tierd.store import Store
 from tierd.types import PageKey, Tier, digest8
 from tierd.units import SECTOR_BYTES, format_size
 
-# 8 of its own and its store's, 9 gRPC's, which ends the process where it finds none; 5 an engine, 2
-# a cold slab and 1 a warm one: with fewer no job would come far.
-FILES_MIN = 40
 _COLD_FREE_SHARE = 0.9  # of the free space, where no cap is set: the rest stays for others
 GROW_SECONDS = 5.0  # between two looks at whether more of the disk has come free
 # Of the cap's 1/64 that is for snapshots, three take 132 bytes a page of 12 KiB: 1/93. A manifest
@@ -106,7 +103,7 @@ class Daemon:
     async def _start(self) -> None:
         config = self.config
         raise_file_limit()
-        require_files(FILES_MIN, "a daemon")
+        require_files(DAEMON_FILES, "a daemon")
         check_memory(config)  # reads files
         self._stopping = asyncio.Event()
         require_free_socket(self.socket)  # before a recovery, which may take long

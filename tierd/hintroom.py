@@ -84,7 +84,9 @@ def _held_by_others(store: Store, hint: Hint) -> tuple[int, int]:
         is_other = earlier.wish.session != hint.wish.session
         if is_other and earlier.wish.urgency < hint.wish.urgency:
             awaited += store.traffic.slots_bytes(earlier.awaited)
-    return running, awaited
+    # What earlier hints left cold they cannot hold.
+    limit_bytes = store.placement.pools[Tier.WARM].budget.limit_bytes
+    return running, min(awaited, max(0, limit_bytes - running))
 
 
 def _warm_bytes(store: Store, session: Session) -> int:

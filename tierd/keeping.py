@@ -274,7 +274,20 @@ class Keeper:
             self._ledger.require_there()
         except StorageError as error:
             why = str(error)
-        self.removed = Removed(why, self._placement.cold_files.removed())
+        slabs = self._placement.cold_files.removed()
+        new, self.removed = slabs - self.removed.slabs, Removed(why, slabs)
+        if new and not why:
+            self._write_again(new)
+
+    def _write_again(self, slabs: frozenset[int]) -> None:
+        """Let what is in RAM be copied anew whose copy stands in files that are gone."""
+        for slab in slabs:
+            self._placement.shut_slab(slab)
+        for session in self._book:
+            if self._placement.drop_backings(session, math.inf, lambda _, copy: copy.slab in slabs):
+                session.index.bump()
+                if session.state is SessionState.SUSPENDED:
+                    self.note_ram_only(session)
 
     def is_kept(self, session: Session) -> bool:
         """Return whether a session outlives the daemon, all of it but `removed_blocks`."""

@@ -283,6 +283,8 @@ class Mover:
                 self._waiters.end_park(waiter, lost)
                 return True
             if not session.index.alone_count:
+                if self._waiters.end_if_removed(waiter):
+                    return True
                 self._store.settle_suspend(session)
                 waiter.flushing = True
                 self._flusher.add_waiter(waiter)

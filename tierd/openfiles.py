@@ -14,6 +14,12 @@ from collections.abc import Iterator
 
 from tierd.errors import StorageError, TierdError
 
+# gRPC opens 6 (10 for asyncio) and ends the process where it cannot; the first door is one, and an
+# engine's epoch page another. What is over is for the page table and the first slabs.
+CLIENT_FILES = 16
+# 8 of its own and its store's, 9 gRPC's, which ends the process where it finds none; 5 an engine, 2
+# a cold slab and 1 a warm one: with fewer no job would come far.
+DAEMON_FILES = 40
 NONE_LEFT = (errno.EMFILE, errno.ENFILE)
 
 

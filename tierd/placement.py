@@ -292,18 +292,20 @@ class Placement:
         session.index.bump()
         self._retire(session, [page.place])
 
-    def drop_backings(self, session: Session, need_bytes: int, *, first_block: int) -> int:
-        """Give up cold copies of warm pages of blocks >= `first_block`; return bytes freed."""
+    def drop_backings(
+        self, session: Session, need_bytes: float, may_go: Callable[[int, Place], bool]
+    ) -> int:
+        """Give up cold copies, by block and place, of warm pages; return bytes freed."""
         gone: list[Place] = []
         keys: list[PageKey] = []
         freed_bytes = 0
         for (layer, block), page in list(session.index) if session.index.backed_count else []:
             if freed_bytes >= need_bytes:
                 break
-            if page.backing is not None and block >= first_block:
+            if (copy := page.backing) is not None and may_go(block, copy):
                 session.index.set(layer, block, Page(page.place, page.digest))
                 freed_bytes += self.slot_bytes(session, page.place.codec)
-                gone.append(page.backing)
+                gone.append(copy)
                 keys.append(PageKey(session.number, layer, block))
         self.forget(session, keys)
         self._retire(session, gone)

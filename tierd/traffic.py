@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 
 from tierd.adoption import Found
@@ -24,7 +25,7 @@ from tierd.moves import Move
 from tierd.placement import Placement
 from tierd.policy import UNUSED, Candidate, Rank, choose_spills, session_rank
 from tierd.sessions import Session, SessionBook
-from tierd.types import PageKey, SessionState, Tier
+from tierd.types import PageKey, Place, SessionState, Tier
 from tierd.units import RUN_BYTES
 
 LOOK_BYTES = 32 << 20  # what the next batches may carry, so that a layer's pages meet
@@ -278,8 +279,9 @@ class Traffic:
         for session in sorted(self._book, key=self.rank, reverse=True):
             if session.state is not SessionState.SUSPENDED and freed_bytes < need_bytes:
                 kept = session.sealed_blocks if session.kept and self._keeper.durable else 0
+                may_go = partial(_is_from, kept)
                 freed_bytes += self._placement.drop_backings(
-                    session, need_bytes - freed_bytes, first_block=kept
+                    session, need_bytes - freed_bytes, may_go
                 )
         if self._keeper.durable:
             return freed_bytes
@@ -304,3 +306,7 @@ class Traffic:
         self._placement.drop(session, keys)
         for key in keys:
             self._hints.page_lost(key, self._clock.monotonic())
+
+
+def _is_from(first_block: int, block: int, _copy: Place) -> bool:
+    return block >= first_block

@@ -163,6 +163,19 @@ class Waiters:
             self._store.finish_suspend(waiter.session)
         self.answer(waiter.answer, error)
 
+    def end_if_removed(self, waiter: ParkWaiter) -> bool:
+        """Look whether all that was copied is still there, and say whether it is not.
+
+        What is in RAM is then to be copied anew; where that is not all, the wait ends.
+        """
+        keeper, session = self._store.keeper, waiter.session
+        keeper.look()
+        gone = keeper.removed_blocks(session)
+        if gone and not session.index.alone_count:
+            why = f"{gone} blocks of the session are not kept: somebody removed their files"
+            self.end_park(waiter, StorageError(why))
+        return gone > 0 or session.index.alone_count > 0
+
     def answer(self, answer: asyncio.Future[None], error: TierdError | None = None) -> None:
         """Let a caller go on, or raise `error` in it."""
         if answer.done():  # the call was cancelled

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,14 @@ def test_a_kernel_without_huge_pages_on_request_is_degraded(
     found = checks(outcome)["huge pages"]
     assert found["health"] == "degraded" and "6.1" in found["fix"]
     assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_too_few_open_files_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    for most, health in ((30, "failed"), (4096, "ok"), (resource.RLIM_INFINITY, "ok")):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, most=most: (20, most))
+        found = doctor._check_open_files()
+        assert found.health == health, found
+        assert ("raise ulimit -n" in found.fix) == (health == "failed")
 
 
 def test_a_missing_package_names_its_extra() -> None:

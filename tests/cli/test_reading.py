@@ -113,6 +113,12 @@ def test_a_session_is_shown_as_it_is_stored_and_as_it_is_kept(
     assert words in tierd("sessions", "--daemon", "/run/t.sock").out
 
 
+def test_what_a_resume_computes_anew_is_in_json_too(tierd: Any, world: Any) -> None:
+    world.client_sessions = [ROW, {**ROW, "sealed_blocks": 1}]
+    rows = json.loads(tierd("sessions", "--daemon", "/run/t.sock", "--json").out)["sessions"]
+    assert [row["lost_blocks"] for row in rows] == [0, 3]
+
+
 def test_a_session_is_dropped_only_with_yes_and_only_if_suspended(tierd: Any, world: Any) -> None:
     world.client_sessions = [
         {"id": "0000000000000abc", "state": "suspended", "tokens": 512},

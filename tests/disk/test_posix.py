@@ -412,6 +412,36 @@ def test_a_folder_that_was_removed_is_noticed_at_the_next_sync(tmp_path: Path) -
     disk.close()
 
 
+@pytest.mark.parametrize("name", ["", "journal", "slab"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_folder_that_was_moved_is_noticed_and_moved_back_is_well(
+    tmp_path: Path, name: str, replaced: bool
+) -> None:
+    disk = PosixDisk(str(tmp_path / "cold"), ephemeral=False)
+    handle = disk.create("slab/00000001", SIZE)
+    disk.sync(handle)
+    there, away = tmp_path / "cold" / name, tmp_path / "away"
+    there.rename(away)
+    if replaced:
+        there.mkdir()
+    for look in (disk.require_there, lambda: disk.sync(handle)):
+        with pytest.raises(StorageError, match=f"somebody moved {name or 'it'}: .* move it back"):
+            look()
+    if replaced:
+        there.rmdir()
+    away.rename(there)
+    disk.sync(handle)
+    disk.close()
+
+
+def test_one_folder_of_ours_that_was_removed_is_named(tmp_path: Path) -> None:
+    disk = PosixDisk(str(tmp_path / "cold"), ephemeral=False)
+    shutil.rmtree(tmp_path / "cold" / "kept")
+    with pytest.raises(StorageError, match="somebody removed kept in it"):
+        disk.require_there()
+    disk.close()
+
+
 def test_others_files_beside_a_store_are_let_be(tmp_path: Path) -> None:
     """Also where the superblock is lost: then fsck must get in."""
     with PosixDisk(str(tmp_path), ephemeral=False) as disk:

@@ -182,3 +182,19 @@ def test_a_document_cut_to_the_context_is_what_it_was(
     assert len(short.token_ids) == 300 and short.token_ids[-len(tail) :] == tail
     assert short.token_ids[:250] == whole.token_ids[:250]
     assert told == sorted(told) and max(told) <= 300
+
+
+@pytest.mark.parametrize("letters", ["abcdefghijklmnopqrstuvwxyz", "\u4e00\u4e8c\u4e09\u56db"])
+def test_no_more_of_a_text_that_cannot_be_cut_is_read_than_its_first_tokens_take(
+    letters: str,
+) -> None:
+    text = "".join(random.Random(1).choices(letters, k=10 * pieces.PIECE_CHARS))
+    read = []
+
+    def tokenise(part: str) -> list[int]:
+        read.append(len(part))
+        return [ord(letter) for letter in part[::3]]
+
+    found = first_ids(tokenise, text, 100, lambda least: None, cuts_cleanly=False)
+    assert found == [ord(letter) for letter in text[::3]][:100]
+    assert max(read) <= 2 * pieces.PIECE_CHARS, "the whole was not read"

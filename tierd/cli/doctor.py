@@ -30,6 +30,7 @@ from tierd.cli.terminal import print_json, print_table, versioned
 from tierd.config import DaemonConfig, available_memory_bytes, check_memory, load_config
 from tierd.errors import TierdError
 from tierd.memory import regions
+from tierd.openfiles import CLIENT_FILES, DAEMON_FILES
 from tierd.units import GIB, SECTOR_BYTES, format_size
 
 FREE_DISK_BYTES = 1 * GIB  # a 128k-token job of a 1B model spills about as much
@@ -114,6 +115,7 @@ def _findings(cold_dir: Path | None, socket: str | None) -> Iterator[Finding]:
     yield _probed("huge pages", _check_huge_pages)
     yield _probed("pidfd", _check_pidfd)
     yield _probed("locked memory", _check_memlock)
+    yield _probed("open files", _check_open_files)
     loaded: list[DaemonConfig] = []
     yield _probed("settings", lambda: _check_settings(socket, loaded))
     if not loaded:
@@ -266,6 +268,16 @@ def _check_memlock() -> Finding:
             "raise it: ulimit -l unlimited (pins warm slabs)",
         )
     return Finding("locked memory", Health.OK, shown if on_cuda else f"{shown} (no GPU to pin for)")
+
+
+def _check_open_files() -> Finding:
+    """Check the limit that a daemon raises its own to."""
+    name, most = "open files", resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if most == resource.RLIM_INFINITY or most >= DAEMON_FILES + CLIENT_FILES:
+        found = "no limit" if most == resource.RLIM_INFINITY else f"{most:,d} (ulimit -Hn)"
+        return Finding(name, Health.OK, found)
+    fix = f"raise ulimit -n: a job with its daemon opens {DAEMON_FILES + CLIENT_FILES}, and more"
+    return Finding(name, Health.FAILED, f"{most} (ulimit -Hn)", fix)
 
 
 def _check_cold(folder: Path, *, make_parents: bool) -> Iterator[Finding]:

@@ -55,7 +55,7 @@ def sessions(
         less = "" if what == "folder" else "; a restart may find less than is said here"
         warn(f"the daemon's {what} fails: {why}{less}")
     if as_json:
-        print_json(versioned(sessions=[{**row, "log_id": digest8(row["id"])} for row in found]))
+        print_json(versioned(sessions=[{**row, **_told(row)} for row in found]))
         return
     if not found:
         with writing() as out:
@@ -88,9 +88,22 @@ def _kept(row: Mapping[str, Any]) -> str | None:
         return "not kept: ends with the daemon"
     if row["removed_blocks"]:
         return f"in part: all but {_counted(row['removed_blocks'], 'block')}, whose files are gone"
+    lost = _lost_blocks(row)
+    return "yes" if lost == 0 else f"in part: {_counted(lost, 'block')} to be computed anew"
+
+
+def _lost_blocks(row: Mapping[str, Any]) -> int:
+    """Return how many blocks a resume of a suspended session computes anew."""
     # The last token was never fed: the block that it would fill is not sealed.
-    lost = (row["tokens"] - 1) // row["block_tokens"] - row["sealed_blocks"]
-    return "yes" if lost <= 0 else f"in part: {_counted(lost, 'block')} to be computed anew"
+    return max(0, int((row["tokens"] - 1) // row["block_tokens"] - row["sealed_blocks"]))
+
+
+def _told(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what --json says of a session beside what the daemon does."""
+    told: dict[str, Any] = {"log_id": digest8(row["id"])}
+    if row["state"] == SessionState.SUSPENDED and "sealed_blocks" in row:
+        told["lost_blocks"] = _lost_blocks(row)
+    return told
 
 
 def _codec(row: Mapping[str, Any]) -> str | None:

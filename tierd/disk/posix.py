@@ -292,14 +292,36 @@ class PosixDisk:
         self.require_there()
 
     def require_there(self) -> None:
-        """Raise StorageError if the folder, or one of ours in it, was removed: what is written
-        there goes with the last process that has it open."""
+        """Raise StorageError if the folder, or one of ours in it, was removed or moved: what is
+        written there goes with the last process that has it open, or is found by nobody."""
         if self.ephemeral:
             return
         with self._errors():
-            gone = [n or "." for n, fd in self._folder_fds.items() if os.fstat(fd).st_nlink == 0]
-        if gone:
+            gone = [name for name, fd in self._folder_fds.items() if os.fstat(fd).st_nlink == 0]
+            moved = [name for name, fd in self._folder_fds.items() if not self._stands(name, fd)]
+        if "" in gone:
             raise StorageError(f"cold folder {self.folder} was removed; nothing in it is kept")
+        if gone:
+            names = ", ".join(sorted(gone))
+            raise StorageError(f"cold folder {self.folder}: somebody removed {names} in it")
+        if moved:
+            names = ", ".join(sorted(moved)).strip(", ")
+            raise StorageError(
+                f"cold folder {self.folder}: somebody moved {names or 'it'}: the next daemon does "
+                "not find what is kept; move it back"
+            )
+
+    def _stands(self, name: str, fd: int) -> bool:
+        """Return whether a folder of ours is where it was opened. Raises OSError."""
+        try:
+            if name:
+                found = os.stat(name, dir_fd=self._folder_fds[""], follow_symlinks=False)
+            else:
+                found = os.stat(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        own = os.fstat(fd)
+        return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
 
     def is_there(self, handle: int) -> bool:
         """Return whether an open file has its name yet: nobody else removed it."""

@@ -11,9 +11,6 @@ from tierd.rpc.handshake import BootstrapClient
 from tierd.rpc.v1 import tierd_pb2 as pb
 
 CALL_SECONDS = 5.0
-# gRPC opens 6 (10 for asyncio) and ends the process where it cannot; the first door is one, and an
-# engine's epoch page another. What is over is for the page table and the first slabs.
-CLIENT_FILES = 16
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
