@@ -308,7 +308,7 @@ class PosixDisk:
             names = ", ".join(sorted(moved)).strip(", ")
             raise StorageError(
                 f"cold folder {self.folder}: somebody moved {names or 'it'}: the next daemon does "
-                "not find what is kept; move it back"
+                "not find what is kept; move it back and start the daemon again"
             )
 
     def _stands(self, name: str, fd: int) -> bool:
