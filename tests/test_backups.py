@@ -106,7 +106,7 @@ async def test_it_is_in_ram_alone_until_the_sync_has_returned(
     with monkeypatch.context() as patched:
         patched.setattr(type(files), "sync", lambda self: fail())
         await passes(rig, 3 * AGAIN_SECONDS)
-    assert not session.index.alone_count
+    assert not session.index.unbacked_count
     assert session.number in rig.store.keeper.ram_only and not kept_now
     await passes(rig, 3 * AGAIN_SECONDS)
     assert kept_now == [session]

@@ -94,7 +94,7 @@ async def test_a_suspension_is_not_acknowledged_before_its_sync() -> None:
     for _ in range(10):
         rig.mover.pump()
         rig.lanes.run()  # each pass: the copies, then the flush
-        if not task.done() and not disk.pending() and not session.index.alone_count:
+        if not task.done() and not disk.pending() and not session.index.unbacked_count:
             break
     assert session.state is SessionState.RUNNING
     rig.mover.pump()

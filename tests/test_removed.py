@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rig import INT8, in_loop
+from tests.rig import INT8, Rig, in_loop
 from tests.test_backups import passes
 from tests.test_keeping import kept, make, reopened, resumed, suspend
 from tests.wirerig import small_config, store_session
@@ -18,6 +18,12 @@ from tierd.disk.slabfiles import slab_name
 from tierd.errors import StorageError
 from tierd.keeping import LOOK_SECONDS
 from tierd.types import SessionState, Tier
+
+
+def remove_slabs(rig: Rig, session) -> None:
+    """Remove the files of all that a session has on disk."""
+    for slab in set(rig.ledger.pages_of(session.number)["slab"].tolist()):
+        rig.disk.remove(slab_name(slab))
 
 
 @in_loop
@@ -50,8 +56,7 @@ async def test_what_is_in_ram_is_copied_anew_where_its_files_were_removed() -> N
     rig = make(disk, warm_blocks=16, cold_blocks=256)
     session = await kept(rig, 4)
     keeper = rig.store.keeper
-    for slab in set(rig.ledger.pages_of(session.number)["slab"].tolist()):
-        disk.remove(slab_name(slab))
+    remove_slabs(rig, session)
     keeper.look()
     assert not keeper.is_kept(session) and keeper.ram_only_blocks(session) == 4
     rig.store.check_integrity()
@@ -66,8 +71,7 @@ async def test_a_session_is_kept_anew_where_the_files_of_its_copies_were_removed
     rig = make(disk, warm_blocks=16, cold_blocks=256)
     session = await kept(rig, 4)
     again = rig.store.resume_session(1, session.number, INT8, 1024)
-    for slab in set(rig.ledger.pages_of(session.number)["slab"].tolist()):
-        disk.remove(slab_name(slab))
+    remove_slabs(rig, session)
     await suspend(rig, again, 4)  # nobody has looked since
     resumed(reopened(disk.kill(), cold_blocks=256), session.number, 4)
 
@@ -80,11 +84,29 @@ async def test_a_session_some_of_which_is_nowhere_but_in_removed_files_is_not_ke
     again = rig.store.resume_session(1, session.number, INT8, 1024)
     for key in rig.store.traffic.pages_in(Tier.WARM, again, [3]):
         assert rig.store.traffic.fall_back(key)
-    for slab in set(rig.ledger.pages_of(session.number)["slab"].tolist()):
-        disk.remove(slab_name(slab))
+    remove_slabs(rig, session)
     with pytest.raises(StorageError, match="1 blocks of the session are not kept: somebody"):
         await suspend(rig, again, 4)
     assert again.state is SessionState.RUNNING
+    rig.store.check_integrity()
+
+
+@in_loop
+async def test_files_that_went_while_the_folder_was_away_are_seen_once_it_is_back() -> None:
+    rig = make(SimulatedDisk(1), warm_blocks=16, cold_blocks=256)
+    session = await kept(rig, 4)
+    keeper, well = rig.store.keeper, rig.ledger.require_there
+
+    def away() -> None:
+        raise StorageError("somebody moved it")
+
+    rig.ledger.require_there = away
+    remove_slabs(rig, session)
+    keeper.look()
+    assert not keeper.is_kept(session) and keeper.ram_only_blocks(session) == 0
+    rig.ledger.require_there = well
+    keeper.look()
+    assert not keeper.is_kept(session) and keeper.ram_only_blocks(session) == 4
     rig.store.check_integrity()
 
 

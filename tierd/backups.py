@@ -57,9 +57,9 @@ class Backups:
             resting = self._at_rest(session)
             if resting and self._has_room(session, resting):
                 return self._store.traffic.at_rest(keeper.unbacked(session))
-            if resting.total() < session.index.alone_count:
+            if resting.total() < session.index.unbacked_count:
                 return None  # the rest is on its way
-            if not session.index.alone_count and self._syncing is None:
+            if not session.index.unbacked_count and self._syncing is None:
                 self._syncing = Backup(session)
                 keeper.record(session, on_disk=True)
                 self._flusher.add_waiter(self._syncing)
@@ -86,7 +86,7 @@ class Backups:
             for key, move in self._store.placement.moving.items()
             if key.session == session.number and move.source.tier is Tier.WARM
         )
-        return session.index.alone_by_codec() - moving
+        return session.index.unbacked_by_codec() - moving
 
     def _has_room(self, session: Session, pages: Counter[CodecId]) -> bool:
         placement = self._store.placement

@@ -47,8 +47,8 @@ class SessionIndex:
         self._pages: dict[tuple[int, int], Page] = {}
         self._by_block: dict[Tier, dict[int, set[int]]] = {tier: {} for tier in STORED_TIERS}
         self._backed: Counter[CodecId] = Counter()
-        self._alone: dict[int, set[int]] = {}  # layers by block
-        self._alone_codecs: Counter[CodecId] = Counter()
+        self._unbacked: dict[int, set[int]] = {}  # layers by block
+        self._unbacked_codecs: Counter[CodecId] = Counter()
         self._table: PageTableWriter | None = None
 
     def __len__(self) -> int:
@@ -67,23 +67,23 @@ class SessionIndex:
         return +self._backed
 
     @property
-    def alone_count(self) -> int:
+    def unbacked_count(self) -> int:
         """Warm pages that have no cold copy."""
-        return self._alone_codecs.total()
+        return self._unbacked_codecs.total()
 
-    def alone_by_codec(self) -> Counter[CodecId]:
+    def unbacked_by_codec(self) -> Counter[CodecId]:
         """Return how many warm pages of each codec have no cold copy."""
-        return +self._alone_codecs
+        return +self._unbacked_codecs
 
-    def alone(self) -> Iterator[tuple[int, int]]:
+    def unbacked(self) -> Iterator[tuple[int, int]]:
         """Yield (layer, block) of warm pages that have no cold copy, block by block, lazily."""
-        for block in sorted(self._alone):
-            for layer in sorted(self._alone[block]):
+        for block in sorted(self._unbacked):
+            for layer in sorted(self._unbacked[block]):
                 yield layer, block
 
-    def alone_blocks(self) -> int:
+    def unbacked_blocks(self) -> int:
         """Return how many blocks have a warm page without a cold copy."""
-        return len(self._alone)
+        return len(self._unbacked)
 
     def attach(self, table: PageTableWriter) -> None:
         """Mirror into `table` (empty so far) from now on; every page is published in it."""
@@ -129,8 +129,8 @@ class SessionIndex:
         if page.backing is not None:
             self._backed[page.place.codec] += 1
         elif tier is Tier.WARM:
-            self._alone_codecs[page.place.codec] += 1
-            _add(self._alone, layer, block)
+            self._unbacked_codecs[page.place.codec] += 1
+            _add(self._unbacked, layer, block)
         if before is not None:
             if before.place.tier is tier:
                 return before.place != page.place
@@ -192,8 +192,8 @@ class SessionIndex:
         if page.backing is not None:
             self._backed[page.place.codec] -= 1
         elif page.place.tier is Tier.WARM:
-            self._alone_codecs[page.place.codec] -= 1
-            _remove(self._alone, layer, block)
+            self._unbacked_codecs[page.place.codec] -= 1
+            _remove(self._unbacked, layer, block)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the counts or the mirror differ from the pages."""
@@ -203,13 +203,13 @@ class SessionIndex:
         )
         backed = Counter(p.place.codec for p in self._pages.values() if p.backing is not None)
         assert backed == self._backed, f"index: {backed} backed, {self._backed=}"
-        alone = {
+        unbacked = {
             key: page.place.codec
             for key, page in self._pages.items()
             if page.place.tier is Tier.WARM and page.backing is None
         }
-        assert set(self.alone()) == alone.keys(), f"index: {alone=} {self._alone=}"
-        assert Counter(alone.values()) == self._alone_codecs, f"{self._alone_codecs=}"
+        assert set(self.unbacked()) == unbacked.keys(), f"index: {unbacked=} {self._unbacked=}"
+        assert Counter(unbacked.values()) == self._unbacked_codecs, f"{self._unbacked_codecs=}"
         for (layer, block), page in self._pages.items():
             assert layer in self._by_block[page.place.tier].get(block, ()), (
                 f"index: page ({layer}, {block}) {page.place} is not counted in its tier"

@@ -16,7 +16,8 @@ Invariants:
   a session that was never kept is in the book only while an engine owns it
   it is recorded before it may have a page: a restart holds slots for those it knows
   a suspended session with a page in RAM alone is among `ram_only`, unless all ends with the daemon
-  one of these is not parked in the ledger: nobody was told that it is kept
+  one of these is not parked in the ledger: nobody was told that it is kept; but one that was,
+    and whose files somebody removed since
   while a session is unclaimed, no warm slab is made: the budget is for those that it may bring
   what somebody removed from the folder is said to be kept for LOOK_SECONDS at most
 """
@@ -247,11 +248,11 @@ class Keeper:
 
     def unbacked(self, session: Session) -> Iterator[PageKey]:
         """Yield the pages of a session that are in RAM alone, block by block, as far as asked."""
-        return (PageKey(session.number, *key) for key in session.index.alone())
+        return (PageKey(session.number, *key) for key in session.index.unbacked())
 
     def note_ram_only(self, session: Session) -> None:
         """A session is suspended: if the disk took not all of it, it waits for that."""
-        if self.durable and session.index.alone_count:
+        if self.durable and session.index.unbacked_count:
             self.ram_only[session.number] = session
 
     def on_disk(self, session: Session) -> None:
@@ -262,10 +263,11 @@ class Keeper:
         """Return how many of a session's blocks end with the daemon: a page of theirs is in RAM."""
         if not self.durable:
             return 0
-        return session.index.alone_blocks()
+        return session.index.unbacked_blocks()
 
     def look(self) -> None:
-        """See what somebody has removed of the cold folder. Never waits for the disk."""
+        """See what somebody has removed of the cold folder; what is in RAM of it is to be copied
+        anew. On the loop's thread; never waits for the disk."""
         self._look_at_seconds = self._clock.monotonic() + LOOK_SECONDS
         if not self.durable:
             return
@@ -274,9 +276,10 @@ class Keeper:
             self._ledger.require_there()
         except StorageError as error:
             why = str(error)
-        slabs = self._placement.cold_files.removed()
-        new, self.removed = slabs - self.removed.slabs, Removed(why, slabs)
-        if new and not why:
+        before = self.removed.slabs
+        # Where nothing can be written, slabs that are gone are for the look that finds it well.
+        self.removed = Removed(why, before if why else self._placement.cold_files.removed())
+        if new := self.removed.slabs - before:
             self._write_again(new)
 
     def _write_again(self, slabs: frozenset[int]) -> None:
@@ -371,7 +374,7 @@ class Keeper:
             assert session.state is SessionState.SUSPENDED, f"{session.id}: {session.state}"
         for session in self._book if self.durable else ():
             if session.state is SessionState.SUSPENDED and session.number not in self.ram_only:
-                assert not session.index.alone_count, f"{session.id}: in RAM only, and forgotten"
+                assert not session.index.unbacked_count, f"{session.id}: in RAM only, and forgotten"
 
 
 def pages_of(rows: PageRows) -> Iterator[tuple[PageKey, Page]]:

@@ -282,7 +282,7 @@ class Mover:
                 lost = StorageError("a page of the session was lost meanwhile")
                 self._waiters.end_park(waiter, lost)
                 return True
-            if not session.index.alone_count:
+            if not session.index.unbacked_count:
                 if self._waiters.end_if_removed(waiter):
                     return True
                 self._store.settle_suspend(session)

@@ -153,7 +153,7 @@ class Waiters:
                 self.end_park(waiter, DeadlineExceeded(self._why_not_kept(waiter.session)))
 
     def _why_not_kept(self, session: Session) -> str:
-        left = session.index.alone_count
+        left = session.index.unbacked_count
         return f"the session is not on disk yet: {left} pages are left. {self.trouble}".strip()
 
     def end_park(self, waiter: ParkWaiter, error: TierdError | None = None) -> None:
@@ -171,10 +171,10 @@ class Waiters:
         keeper, session = self._store.keeper, waiter.session
         keeper.look()
         gone = keeper.removed_blocks(session)
-        if gone and not session.index.alone_count:
+        if gone and not session.index.unbacked_count:
             why = f"{gone} blocks of the session are not kept: somebody removed their files"
             self.end_park(waiter, StorageError(why))
-        return gone > 0 or session.index.alone_count > 0
+        return gone > 0 or session.index.unbacked_count > 0
 
     def answer(self, answer: asyncio.Future[None], error: TierdError | None = None) -> None:
         """Let a caller go on, or raise `error` in it."""

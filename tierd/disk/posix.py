@@ -297,25 +297,26 @@ class PosixDisk:
         if self.ephemeral:
             return
         with self._errors():
-            gone = [name for name, fd in self._folder_fds.items() if os.fstat(fd).st_nlink == 0]
-            moved = [name for name, fd in self._folder_fds.items() if not self._stands(name, fd)]
+            top, folders = self._folder_fd(""), dict(self._folder_fds)  # it may be closed meanwhile
+            gone = [name for name, fd in folders.items() if os.fstat(fd).st_nlink == 0]
+            moved = [name for name, fd in folders.items() if not self._stands(name, fd, top)]
         if "" in gone:
             raise StorageError(f"cold folder {self.folder} was removed; nothing in it is kept")
         if gone:
             names = ", ".join(sorted(gone))
             raise StorageError(f"cold folder {self.folder}: somebody removed {names} in it")
         if moved:
-            names = ", ".join(sorted(moved)).strip(", ")
+            names = "it" if "" in moved else ", ".join(sorted(moved))
             raise StorageError(
-                f"cold folder {self.folder}: somebody moved {names or 'it'}: the next daemon does "
+                f"cold folder {self.folder}: somebody moved {names}: the next daemon does "
                 "not find what is kept; move it back and start the daemon again"
             )
 
-    def _stands(self, name: str, fd: int) -> bool:
+    def _stands(self, name: str, fd: int, top: int) -> bool:
         """Return whether a folder of ours is where it was opened. Raises OSError."""
         try:
             if name:
-                found = os.stat(name, dir_fd=self._folder_fds[""], follow_symlinks=False)
+                found = os.stat(name, dir_fd=top, follow_symlinks=False)
             else:
                 found = os.stat(self.folder)
         except (FileNotFoundError, NotADirectoryError):
