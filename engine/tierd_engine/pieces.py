@@ -67,7 +67,7 @@ def first_ids(
 
     `refuse`: is told how many ids there are at least, up to `most`, and may raise: the rest is
     then not tokenised. `cuts_cleanly`: see `splits_between_words`. Where a cut may change tokens,
-    half of the pieces' count is a sure least; the whole is tokenised if that is not refused.
+    half of the pieces' count is a sure least.
     """
     if len(text) <= 2 * PIECE_CHARS:
         return tokenise(text)[:most]

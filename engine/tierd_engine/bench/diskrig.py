@@ -33,8 +33,17 @@ GEOMETRIES = {
     "8b": Geometry(32, kv_heads=8, head_dim=128, dtype=DType.BFLOAT16, block_tokens=256),
     "135m": Geometry(30, kv_heads=3, head_dim=64, dtype=DType.BFLOAT16, block_tokens=256),
 }
-_ENGINE = 1
+ENGINE = 1
 _TEMPLATES = 8
+
+
+def register_engine_at_rest(store: Store) -> None:
+    """Give a store the engine ENGINE, which never runs a step: no slot waits for it."""
+    fd = create_memfd("bench-epoch", EPOCH_PAGE_BYTES)
+    epoch_page = Mapping(fd, EPOCH_PAGE_BYTES, writable=True)
+    epoch_page.buffer[:8] = b"\xff" * 8
+    os.close(fd)
+    store.register_engine(ENGINE, os.getpid(), epoch_page)
 
 
 class UncheckedBatch(Batch):
@@ -64,11 +73,7 @@ class DiskRig:
             ledger=ledger,
             clock=SystemClock(),
         )
-        fd = create_memfd("bench-epoch", EPOCH_PAGE_BYTES)
-        epoch_page = Mapping(fd, EPOCH_PAGE_BYTES, writable=True)
-        epoch_page.buffer[:8] = b"\xff" * 8
-        os.close(fd)
-        self.store.register_engine(_ENGINE, os.getpid(), epoch_page)
+        register_engine_at_rest(self.store)
         draw = np.random.default_rng(0)
         payloads = [draw.bytes(self.layout.payload_bytes) for _ in range(_TEMPLATES)]
         self._templates = [(data, xxhash.xxh3_128_digest(data)) for data in payloads]
@@ -76,9 +81,9 @@ class DiskRig:
     def fill(self) -> Session:
         """Return a new session whose pages are all warm."""
         store, tokens = self.store, (self.blocks + 1) * self.namespace.geometry.block_tokens
-        session = store.open_session(_ENGINE, self.namespace, tokens)
+        session = store.open_session(ENGINE, self.namespace, tokens)
         blocks = range(1, self.blocks + 1)
-        plan = store.plan_demotion(_ENGINE, session.number, blocks, self.blocks)
+        plan = store.plan_demotion(ENGINE, session.number, blocks, self.blocks)
         digests = []
         for number, (_, place) in enumerate(plan.pages()):
             payload, digest = self._templates[number % _TEMPLATES]
@@ -86,7 +91,7 @@ class DiskRig:
             memory = store.placement.warm_memory.mapping(place.slab).buffer
             memory[start : start + len(payload)] = payload
             digests.append(digest)
-        store.commit(_ENGINE, plan.reservation, b"".join(digests))
+        store.commit(ENGINE, plan.reservation, b"".join(digests))
         return session
 
     def allocate(self, session: Session) -> None:
@@ -134,7 +139,7 @@ class DiskRig:
 
     def drop(self, session: Session) -> None:
         """Close a session; its cold slabs are given back."""
-        self.store.close_session(session.number, engine_id=_ENGINE)
+        self.store.close_session(session.number, engine_id=ENGINE)
         self.store.reclaim()
 
     def close(self) -> None:

@@ -25,8 +25,6 @@ from tierd.disk.ledger import Ledger
 from tierd.disk.posix import PosixDisk
 from tierd.disk.slabfiles import SlabFiles
 from tierd.lanes import LANES, ThreadLanes
-from tierd.memory.epochs import EPOCH_PAGE_BYTES
-from tierd.memory.memfd import Mapping, create_memfd
 from tierd.memory.slabmemory import MemfdBacking
 from tierd.mover import BATCH_BYTES, Mover
 from tierd.pools import TierParts
@@ -34,12 +32,11 @@ from tierd.sessions import Session
 from tierd.store import Store
 from tierd.types import CodecId, Namespace, Tier
 from tierd.units import GIB, MIB, format_size
-from tierd_engine.bench.diskrig import GEOMETRIES
+from tierd_engine.bench.diskrig import ENGINE, GEOMETRIES, register_engine_at_rest
 from tierd_engine.bench.fio import Limit
 
 BLOCKS = (128, 512)  # of SmolLM2: 32,768 and 131,072 tokens
 GROWTH_BAR = 1.5
-_ENGINE = 1
 _DEADLINE_SECONDS = 60.0
 _LOOK_SECONDS = 0.002  # between two looks at whether the pages are up
 
@@ -96,19 +93,15 @@ class KeepRig:
             ledger=ledger,
             clock=SystemClock(),
         )
-        fd = create_memfd("bench-epoch", EPOCH_PAGE_BYTES)
-        epoch_page = Mapping(fd, EPOCH_PAGE_BYTES, writable=True)
-        epoch_page.buffer[:8] = b"\xff" * 8
-        os.close(fd)
-        self.store.register_engine(_ENGINE, os.getpid(), epoch_page)
+        register_engine_at_rest(self.store)
 
     def fill(self) -> Session:
         """Return a new session, block 0 to the last in RAM, all with the same made-up bytes."""
         store, tokens = self.store, self.blocks * self.namespace.geometry.block_tokens
-        session = store.open_session(_ENGINE, self.namespace, tokens)
+        session = store.open_session(ENGINE, self.namespace, tokens)
         codecs = [CodecId.INT8] * session.layers
         plan = store.plan_demotion(
-            _ENGINE, session.number, range(self.blocks), self.blocks, codecs=codecs,
+            ENGINE, session.number, range(self.blocks), self.blocks, codecs=codecs,
             include_first=True,
         )  # fmt: skip
         digests = []
@@ -120,7 +113,7 @@ class KeepRig:
                 payload
             )
             digests.append(xxhash.xxh3_128_digest(payload))
-        store.commit(_ENGINE, plan.reservation, b"".join(digests))
+        store.commit(ENGINE, plan.reservation, b"".join(digests))
         return session
 
     async def measure(self) -> tuple[float, float]:
@@ -132,7 +125,7 @@ class KeepRig:
         tokens = np.zeros(self.blocks * self.namespace.geometry.block_tokens, "<u4").tobytes()
         start = time.perf_counter()
         await mover.suspend(
-            _ENGINE, session.number, tokens, self.blocks, deadline_seconds=_DEADLINE_SECONDS
+            ENGINE, session.number, tokens, self.blocks, deadline_seconds=_DEADLINE_SECONDS
         )
         keep_seconds = time.perf_counter() - start
         for key in self.store.traffic.pages_in(Tier.WARM, session, range(self.blocks)):
