@@ -38,7 +38,7 @@ def job(tmp_path: Path, *more: str) -> list[str]:
         (["--prompt", b"caf\xe9 au lait".decode("utf-8", "surrogateescape")],
          "--prompt is not UTF-8 text: character 4 is a stray byte"),
         (["--prompt", ""], "--prompt is empty"),
-        (["--prompt", " \n"], "--prompt is empty"),
+        (["--prompt", " \n"], "--prompt holds nothing but blanks and line ends"),
         (["--hot", "0"], "--hot 0 holds nothing"),
         (["--hot", "0%"], "--hot 0% holds nothing"),
         (["--context", "1"], "--context"),
@@ -231,7 +231,7 @@ def test_an_empty_document_on_stdin_is_refused(
     with (tmp_path / "empty").open() as nothing:
         monkeypatch.setattr("sys.stdin", nothing)
         outcome = tierd(*job(tmp_path, "--document", "-"))
-    assert outcome.code == 2 and "document stdin is empty" in outcome.err
+    assert outcome.code == 2 and outcome.err == "tierd: error: document stdin is empty\n"
     assert world.specs == []
 
 

@@ -14,8 +14,9 @@ from tierd.errors import InvalidArgument
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b" \n\t", "is empty"),
         ("\ufeff".encode(), "is empty"),
+        (b"\n" * 5000, "holds nothing but blanks and line ends"),
+        ("\ufeff \r\n\t\u3000".encode(), "holds nothing but blanks and line ends"),
         (b"caf\xe9 au lait", "not UTF-8 text: byte 3 is 0xe9"),
         ("text".encode("utf-16"), "not UTF-8"),
     ],

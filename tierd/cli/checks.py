@@ -30,7 +30,8 @@ def named(option: str, value: str | None) -> str | None:
 def text(option: str, value: str) -> str:
     """Return text for a model. Refuses none, and bytes that are not UTF-8 (a shell passes them)."""
     if not value.strip():
-        raise InvalidArgument(f"{option} is empty: it must say something")
+        holds = "holds nothing but blanks and line ends" if value else "is empty"
+        raise InvalidArgument(f"{option} {holds}: it must say something")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:

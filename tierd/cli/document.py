@@ -28,7 +28,8 @@ def read_document(name: str) -> str:
             f"0x{data[error.start]:02x}; convert it, for example with iconv"
         ) from None
     if not text.strip():
-        raise InvalidArgument(f"document {shown} is empty")
+        holds = "holds nothing but blanks and line ends" if text else "is empty"
+        raise InvalidArgument(f"document {shown} {holds}")
     return text
 
 
