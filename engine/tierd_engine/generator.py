@@ -41,7 +41,7 @@ class Generator:
         self.kv = kv
         self.token_ids: list[int] = []
         self.losses: Counter[int] = Counter()
-        self.lost_before = 0  # blocks of a resumed session that were gone when it came
+        self.lost_blocks = 0  # full ones forgotten: damaged or gone, or after one that was
         self.recomputed_tokens = 0
         self.note: Callable[[str], None] = lambda text: None  # told of each loss, in one line
 
@@ -54,7 +54,7 @@ class Generator:
         self.kv.adopt(sealed_blocks, len(token_ids) - sealed_blocks * block_tokens)
         held = max(0, len(token_ids) - 1)  # the newest token was answered, and not yet read
         lost = range(sealed_blocks, held // block_tokens)
-        self.lost_before = len(lost)
+        self.lost_blocks += len(lost)
         self.recomputed_tokens += len(lost) * block_tokens
         if lost:
             self.note(
@@ -127,8 +127,9 @@ class Generator:
                 f"block {miss.block} was lost {self.losses[miss.block]} times; "
                 f"the last time: {miss}"
             ) from miss
-        before = self.kv.position
+        before, sealed = self.kv.position, self.kv.sealed_blocks
         self.kv.recover(miss)
+        self.lost_blocks += sealed - self.kv.sealed_blocks
         anew = before - self.kv.position
         self.recomputed_tokens += anew
         self.note(f"block {miss.block} was lost ({miss}): computing {anew:,} tokens anew")

@@ -3,6 +3,8 @@
 The dictionary is a versioned interface: a key keeps its meaning, new ones may
 come. `decode.rpc_per_step` counts calls made inside decode steps;
 `decode.demotion_rpcs` those made between steps, when a full block went down.
+`checks.damaged_or_lost_blocks` counts full blocks: of each loss the one that was found
+damaged or gone, and all after it, which are computed anew with it.
 A daemon that other jobs use too counts and holds for all of them: what is not this
 job's alone is null, and the daemon's own figures stand in `daemon`.
 """
@@ -135,7 +137,7 @@ def build_report(
         "guard": guard_of(job, kv),
         "checks": {
             "digests_verified": kv.workings.cold_pages_verified,
-            "damaged_or_lost_blocks": generator.lost_before + sum(generator.losses.values()),
+            "damaged_or_lost_blocks": generator.lost_blocks,
             "recomputed_tokens": generator.recomputed_tokens,
             "raw_fallback_blocks": kv.agent.raw_fallback_blocks,
             "integrity": True,

@@ -117,6 +117,23 @@ def test_a_lost_page_is_recomputed_and_the_text_is_the_same(lost_layer: int) -> 
     rig.kv.check_integrity()
 
 
+def test_every_block_of_a_loss_is_counted() -> None:
+    rig = Rig()
+    rig.generator.feed(rig.prompt)
+    sealed = rig.kv.sealed_blocks
+    for layer, block in ((1, 5), (0, 3), (1, 3), (0, 4)):
+        rig.daemon.table.arrays["tier"][layer, block] = Tier.NONE
+    rig.daemon.table.touch()
+    rig.generator.feed([1])
+    assert rig.generator.losses == {3: 1} and rig.generator.lost_blocks == sealed - 3
+    rig.daemon.table.arrays["tier"][0, 2] = Tier.NONE
+    rig.daemon.table.touch()
+    rig.generator.feed([1])
+    assert rig.generator.lost_blocks == sealed - 3 + sealed - 2
+    assert rig.generator.recomputed_tokens // 16 == rig.generator.lost_blocks
+    rig.kv.check_integrity()
+
+
 def test_a_block_lost_again_and_again_ends_in_a_typed_error() -> None:
     rig = Rig()
     rig.generator.feed(rig.prompt)
