@@ -6,6 +6,7 @@ import pytest
 
 from tests.moversteps import cool, demote, intact, make, start, turns
 from tests.rig import INT8, INT8_BLOCK, INT8_SLOT, LAYERS, RAW, Rig, in_loop
+from tierd import mover
 from tierd.errors import BudgetTooSmall, InvalidArgument, NotFound, TierFull
 from tierd.store import IDLE_SECONDS
 from tierd.types import Tier
@@ -216,6 +217,33 @@ async def test_promote_that_would_displace_what_is_wanted_as_soon_returns_what_t
     await turns(rig, task)
     assert task.result() == 0
     assert session.index.blocks_in(Tier.WARM) == [3, 4]
+
+
+@in_loop
+async def test_a_page_that_came_up_and_was_spilled_is_not_asked_for_again(monkeypatch):
+    monkeypatch.setattr(mover, "BATCH_BYTES", 2 * INT8_BLOCK)
+    rig = make(warm_blocks=6)
+    session, growing = rig.session(), rig.session()
+    rig.demote(session, range(1, 7))
+    cool(rig, session)
+
+    async def grow():
+        for block in range(1, 31):
+            planned = await rig.mover.plan_demotion(1, growing.number, [block], 1)
+            rig.store.commit(1, planned.reservation, rig.write(growing, planned))
+
+    promotion = await start(rig.mover.promote(1, session.number, list(range(1, 7))))
+    growth = await start(grow())
+    while not (promotion.done() and growth.done()):
+        rig.clock.advance(0.01)
+        for _ in range(2):
+            rig.mover.pump()
+            await asyncio.sleep(0)
+            rig.lanes.run()
+    growth.result()  # it found room, block after block
+    assert rig.store.stats()["promotions"] <= 6 * LAYERS
+    intact(rig, session)
+    intact(rig, growing)
 
 
 @in_loop

@@ -24,7 +24,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
@@ -223,7 +223,7 @@ class Mover:
         self._store.counts["misses"] += missing
         if cold:
             deadline, answer = self._waiters.deadline(deadline_seconds), self._waiters.new_answer()
-            waiter = PromotionWaiter(session, deque(cold), deadline, answer)
+            waiter = PromotionWaiter(session, dict.fromkeys(cold), deadline, answer)
             self._waiters.promotions.append(waiter)
             self.wake()
             await waiter.answer
@@ -443,6 +443,7 @@ class Mover:
                 self._flusher.add(carried)
             else:
                 self._traffic.finish(carried)
+                self._waiters.arrived(carried)
             if carried:
                 self._measure(batch)
             if len(carried) == len(batch.moves):

@@ -8,9 +8,10 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from tierd.errors import (
     DaemonUnavailable,
@@ -22,6 +23,7 @@ from tierd.errors import (
     TierFull,
 )
 from tierd.memory.slabs import SlabPool
+from tierd.moves import Move
 from tierd.sessions import Session
 from tierd.store import Store
 from tierd.types import PageKey, SessionState, Tier
@@ -43,10 +45,13 @@ class RoomWaiter:
 
 @dataclass(slots=True, eq=False)
 class PromotionWaiter:
-    """An engine that waits until `keys` are warm; those that are leave it from the front."""
+    """An engine that waits until `keys` have come up, each of them once.
+
+    One that has and was spilled since is not asked for again: who took its room needs it more.
+    """
 
     session: Session
-    keys: deque[PageKey]
+    keys: dict[PageKey, None]
     deadline_seconds: float
     answer: asyncio.Future[None]
 
@@ -54,10 +59,14 @@ class PromotionWaiter:
         """Yield those of the keys that are cold, as far as asked."""
         return (key for key in self.keys if self._is_cold(key))
 
-    def forget_arrived(self) -> None:
-        """Let keys go that are not waited for any more, up to the first that is."""
-        while self.keys and not self._is_cold(self.keys[0]):
-            self.keys.popleft()
+    def forget(self, keys: Iterable[PageKey]) -> None:
+        """Wait for these no more."""
+        for key in keys:
+            self.keys.pop(key, None)
+
+    def forget_lost(self) -> None:
+        """Wait no more for pages that are gone, up to the first that is not."""
+        self.forget(list(takewhile(lambda key: not self._is_cold(key), self.keys)))
 
     def _is_cold(self, key: PageKey) -> bool:
         page = self.session.index.get(key.layer, key.block)
@@ -119,6 +128,12 @@ class Waiters:
             raise DaemonUnavailable("the daemon is stopping")
         return asyncio.get_running_loop().create_future()
 
+    def arrived(self, moves: Iterable[Move]) -> None:
+        """Pages have moved: nobody waits any more for those that came up."""
+        keys = [move.key for move in moves if move.destination.tier is Tier.WARM]
+        for waiter in self.promotions:
+            waiter.forget(keys)
+
     def _answer_rooms(self, now_seconds: float) -> None:
         pools = self._store.placement.pools[Tier.WARM]
         promised: Counter[SlabPool] = Counter()
@@ -135,7 +150,7 @@ class Waiters:
 
     def _answer_promotions(self, now_seconds: float) -> None:
         for waiter in list(self.promotions):
-            waiter.forget_arrived()
+            waiter.forget_lost()
             overdue = now_seconds >= waiter.deadline_seconds
             if overdue or not waiter.keys or waiter.answer.done():
                 self.answer(waiter.answer)
