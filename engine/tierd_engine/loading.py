@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tierd.errors import InvalidArgument, TierdError
+from tierd.memorywords import NO_THREAD, says_shortage
 
 _CAUSE_LINES_MAX = 6
-# What torch, safetensors and the C library say where memory is short.
-_SHORTAGES = ("allocate memory", "not enough memory", "bad_alloc")
 
 
 @contextlib.contextmanager
@@ -45,9 +44,9 @@ def reading(failure: str) -> Iterator[None]:
     except (TierdError, MemoryError, ModuleNotFoundError):
         raise
     except Exception as error:
-        if any(words in str(error).lower() for words in _SHORTAGES):
+        if says_shortage(str(error)):
             raise MemoryError(cause_line(error)) from error
-        if "start new thread" in str(error):  # what to do about it is the command's to say
+        if NO_THREAD in str(error):  # what to do about it is the command's to say
             raise
         raise InvalidArgument(f"{failure}: {cause_line(error)}") from error
 

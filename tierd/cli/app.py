@@ -33,6 +33,7 @@ from tierd.cli import (
 from tierd.cli.shortage import is_shortage, limit_named
 from tierd.cli.streams import ReaderGone, mute, warn, writing
 from tierd.errors import TierdError
+from tierd.memorywords import NO_THREAD
 
 # Which extra brings a package that a verb imports.
 _EXTRAS = {
@@ -159,7 +160,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except RuntimeError as error:
         if not is_shortage(error):
             raise
-        if "start new thread" in str(error):
+        if NO_THREAD in str(error):
             hint = _limit_of(error) or "; raise ulimit -u"
             return _fail(f"the host gives no more threads{hint}", exits.FAILED)
         said = str(error).partition("\n")[0]  # torch adds where in its sources

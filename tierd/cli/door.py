@@ -10,10 +10,11 @@ import contextlib
 import os
 from collections.abc import Sequence
 
+from tierd.memorywords import says_shortage
+
 _NO_ROOM = (
     b"tierd: error: out of memory: the command cannot be loaded; raise ulimit -v, or free some\n"
 )
-_SHORTAGES = ("failed to map", "allocate memory", "without exception set")
 _FAILED = 1  # as in exits.py, which may be what cannot be loaded
 
 
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pass  # nothing of it is kept: what it held may be what the line needs
     except (ImportError, SystemError) as error:
         # A library's file that cannot be mapped; an error that Python itself had no room to make.
-        if not any(words in str(error) for words in _SHORTAGES):
+        if not says_shortage(str(error)):
             raise
     with contextlib.suppress(OSError):  # nobody listens
         os.write(2, _NO_ROOM)

@@ -11,6 +11,7 @@ import resource
 
 from tierd.cli.streams import warn
 from tierd.errors import InvalidArgument
+from tierd.memorywords import NO_THREAD, says_shortage
 from tierd.units import GIB, MIB, format_size
 
 # Address space that a job takes beside its model and tiers: torch, transformers, kernels, threads.
@@ -20,14 +21,6 @@ SERVE_ADDRESS_BYTES = 850 * MIB
 # What is needed depends on cores and libraries: of a job that should need 3.6 GiB, on two cores,
 # 3.4 were enough and 3.1 were not.
 _SURE_SHARE = 0.75
-# What libraries say in errors of other classes.
-_WORDS = (
-    "allocate memory",  # torch's allocator, the C library, Rust's libraries
-    "unable to allocate",  # numpy
-    "failed to map segment",  # the loader of shared libraries
-    "bad_alloc",  # C++
-    "start new thread",  # its stack takes address space too
-)
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -35,8 +28,7 @@ def is_shortage(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, RuntimeError | ImportError):
-        said = str(error).lower()
-        return any(words in said for words in _WORDS)
+        return says_shortage(str(error)) or NO_THREAD in str(error)
     return isinstance(error, MemoryError)
 
 
