@@ -67,7 +67,10 @@ class Removed:
             return self.why
         names = [slab_name(slab) for slab in sorted(self.slabs)]
         more = ", ..." * (len(names) > 3)
-        return f"somebody removed {', '.join(names[:3])}{more}: what stood there is not kept"
+        return (
+            f"somebody removed {', '.join(names[:3])}{more}: what stood there is not kept; under "
+            "the next daemon a resume computes it anew"
+        )
 
 
 class Keeper:

@@ -78,6 +78,9 @@ def test_sessions_say_what_fails_in_the_daemon_that_lists_them(tierd: Any, world
     world.client_stats = {**STATS, "troubles": {"folder": "it was removed"}}
     outcome = tierd("sessions", "--daemon", "/run/t.sock", "--json")
     assert outcome.err == "tierd: the daemon's folder fails: it was removed\n"
+    world.client_sessions = [{**ROW, "kept": False}]
+    shown = tierd("sessions", "--daemon", "/run/t.sock").out
+    assert "not kept: its folder fails" in shown and "ends with" not in shown
     world.client_stats = {**STATS, "troubles": {}}
     assert tierd("sessions", "--daemon", "/run/t.sock").err == ""
 

@@ -434,10 +434,25 @@ def test_a_folder_that_was_moved_is_noticed_and_moved_back_is_well(
     disk.close()
 
 
-def test_one_folder_of_ours_that_was_removed_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "means"),
+    [
+        ("kept", "what is kept stays so, and is written down once instead of twice"),
+        ("snap", "the next daemon looks for what is kept in journal/ and kept/ alone"),
+        ("journal", "the next daemon looks for what is kept in kept/ and snap/ alone"),
+        ("journal kept", "the next daemon looks for what is kept in snap/ alone"),
+        ("journal kept snap", "the next daemon knows of no session that was kept"),
+        ("slab", "the pages of kept sessions are gone, and computed anew as one is resumed"),
+    ],
+)
+def test_folders_of_ours_that_were_removed_are_named_and_what_that_means(
+    tmp_path: Path, names: str, means: str
+) -> None:
     disk = PosixDisk(str(tmp_path / "cold"), ephemeral=False)
-    shutil.rmtree(tmp_path / "cold" / "kept")
-    with pytest.raises(StorageError, match="somebody removed kept in it"):
+    for name in names.split():
+        shutil.rmtree(tmp_path / "cold" / name)
+    said = f"somebody removed {', '.join(names.split())} in it: {means}; nothing more is kept until"
+    with pytest.raises(StorageError, match=said):
         disk.require_there()
     disk.close()
 

@@ -61,7 +61,8 @@ def sessions(
         with writing() as out:
             print("no sessions", file=out)
         return
-    shown = [{**row, "kept": _kept(row), "codec": _codec(row)} for row in found]
+    folder_fails = "folder" in troubles
+    shown = [{**row, "kept": _kept(row, folder_fails), "codec": _codec(row)} for row in found]
     rows = ([_shown(row.get(name), unit) for name, unit in COLUMNS.items()] for row in shown)
     titles = [name.removesuffix("_seconds").replace("_", " ") for name in COLUMNS]
     print_table("Sessions", titles, rows, text_columns=4)
@@ -78,14 +79,17 @@ def _drop(client: Client, session: str, yes: bool) -> None:
     client.close_session(session)
 
 
-def _kept(row: Mapping[str, Any]) -> str | None:
-    """Say whether a session outlives its daemon, and what of it does not; None: nobody asked."""
+def _kept(row: Mapping[str, Any], folder_fails: bool) -> str | None:
+    """Say whether a session outlives its daemon, and what of it does not; None: nobody asked.
+
+    `folder_fails`: what the daemon says of its folder was shown, and is not said here again.
+    """
     if row["state"] != SessionState.SUSPENDED or "kept" not in row:
         return None
     if row["ram_only_blocks"]:
         return f"not kept: {_counted(row['ram_only_blocks'], 'block')} only in RAM"
     if not row["kept"]:
-        return "not kept: ends with the daemon"
+        return f"not kept: {'its folder fails' if folder_fails else 'ends with the daemon'}"
     if row["removed_blocks"]:
         return f"in part: all but {_counted(row['removed_blocks'], 'block')}, whose files are gone"
     lost = _lost_blocks(row)

@@ -17,6 +17,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tierd.disk import removed
 from tierd.disk.frames import (
     FRAME_BYTES_MAX,
     FRAME_HEADER_BYTES,
@@ -265,9 +266,7 @@ class Journal:
         self._disk.require_there()
         if self._handle and not self._disk.is_there(self._handle):
             name = segment_name(self.segments[-1].number)
-            raise StorageError(
-                f"cold folder {self._disk.folder}: somebody removed {name}; nothing in it is kept"
-            )
+            raise StorageError(removed.segment_gone(self._disk.folder, name))
 
     def drop_covered(self, sequence: int) -> None:
         """Remove the segments whose frames all stand in a snapshot up to `sequence`."""

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from tierd.disk import removed
 from tierd.disk.ports import (
     FOLDERS,
     FULL,
@@ -300,17 +301,10 @@ class PosixDisk:
             top, folders = self._folder_fd(""), dict(self._folder_fds)  # it may be closed meanwhile
             gone = [name for name, fd in folders.items() if os.fstat(fd).st_nlink == 0]
             moved = [name for name, fd in folders.items() if not self._stands(name, fd, top)]
-        if "" in gone:
-            raise StorageError(f"cold folder {self.folder} was removed; nothing in it is kept")
         if gone:
-            names = ", ".join(sorted(gone))
-            raise StorageError(f"cold folder {self.folder}: somebody removed {names} in it")
+            raise StorageError(removed.folders_gone(self.folder, gone))
         if moved:
-            names = "it" if "" in moved else ", ".join(sorted(moved))
-            raise StorageError(
-                f"cold folder {self.folder}: somebody moved {names}: the next daemon does "
-                "not find what is kept; move it back and start the daemon again"
-            )
+            raise StorageError(removed.folders_moved(self.folder, moved))
 
     def _stands(self, name: str, fd: int, top: int) -> bool:
         """Return whether a folder of ours is where it was opened. Raises OSError."""
