@@ -457,6 +457,16 @@ def test_folders_of_ours_that_were_removed_are_named_and_what_that_means(
     disk.close()
 
 
+def test_nothing_is_durable_where_the_lock_was_removed(tmp_path: Path) -> None:
+    disk = PosixDisk(str(tmp_path / "cold"), ephemeral=False)
+    handle = disk.create("slab/00000001", PAGE)
+    (tmp_path / "cold" / "LOCK").unlink()
+    for look in (disk.require_there, lambda: disk.sync(handle)):
+        with pytest.raises(StorageError, match="removed LOCK in it: another daemon could write"):
+            look()
+    disk.close()
+
+
 def test_others_files_beside_a_store_are_let_be(tmp_path: Path) -> None:
     """Also where the superblock is lost: then fsck must get in."""
     with PosixDisk(str(tmp_path), ephemeral=False) as disk:

@@ -294,17 +294,21 @@ class PosixDisk:
 
     def require_there(self) -> None:
         """Raise StorageError if the folder, or one of ours in it, was removed or moved: what is
-        written there goes with the last process that has it open, or is found by nobody."""
+        written there goes with the last process that has it open, or is found by nobody. Or if
+        LOCK was: the next process takes the folder for free."""
         if self.ephemeral:
             return
         with self._errors():
             top, folders = self._folder_fd(""), dict(self._folder_fds)  # it may be closed meanwhile
             gone = [name for name, fd in folders.items() if os.fstat(fd).st_nlink == 0]
             moved = [name for name, fd in folders.items() if not self._stands(name, fd, top)]
+            is_unlocked = os.fstat(self._lock_fd).st_nlink == 0
         if gone:
             raise StorageError(removed.folders_gone(self.folder, gone))
         if moved:
             raise StorageError(removed.folders_moved(self.folder, moved))
+        if is_unlocked:
+            raise StorageError(removed.lock_gone(self.folder))
 
     def _stands(self, name: str, fd: int, top: int) -> bool:
         """Return whether a folder of ours is where it was opened. Raises OSError."""

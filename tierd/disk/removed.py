@@ -29,6 +29,14 @@ def segment_gone(folder: str, name: str) -> str:
     return f"cold folder {folder}: somebody removed {name}: {_lost_with(['journal'])}; {_UNTIL}"
 
 
+def lock_gone(folder: str) -> str:
+    """Return one line on LOCK, which is gone: a second owner would find nobody's lock."""
+    return (
+        f"cold folder {folder}: somebody removed LOCK in it: another daemon could write there at "
+        f"the same time; {_UNTIL}"
+    )
+
+
 def folders_moved(folder: str, names: Collection[str]) -> str:
     """Return one line on folders that stand elsewhere."""
     listed = "it" if "" in names else ", ".join(sorted(names))
