@@ -145,6 +145,25 @@ def test_a_session_whose_folder_was_removed_is_not_said_to_be_kept(tmp_path: Pat
         assert "was removed" in tool.stats()["tiers"]["cold"]["device"]
 
 
+def test_a_daemon_that_finds_kept_sessions_without_their_files_in_kept_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = small_config(tmp_path, **{"cold.ephemeral": False, "service.log_level": "warning"})
+    with EmbeddedDaemon(config) as daemon, Client.connect(daemon.socket) as job:
+        session = store_session(job, 4)
+    with EmbeddedDaemon(config):
+        pass
+    assert "written down once" not in capfd.readouterr().err
+    shutil.rmtree(tmp_path / "cold" / "kept")
+    with (
+        EmbeddedDaemon(config) as daemon,
+        Client.connect(daemon.socket, kind="tool") as tool,
+    ):
+        assert tool.session(session)["kept"] and tool.session(session)["sealed_blocks"] == 4
+    said = capfd.readouterr().err
+    assert "kept sessions are written down once, not twice" in said and "fsck --rebuild" in said
+
+
 def test_a_session_whose_slabs_were_removed_is_put_on_disk_again(tmp_path: Path) -> None:
     with (
         EmbeddedDaemon(small_config(tmp_path, **{"cold.ephemeral": False})) as daemon,

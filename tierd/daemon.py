@@ -177,6 +177,11 @@ class Daemon:
                     f"{error}; a new store needs {format_size(needed_bytes)} free"
                 ) from None
             self._log_recovery(ledger.recovery)
+            if once_only := len(ledger.unmanifested):
+                self.log.warning(
+                    "kept sessions are written down once, not twice", sessions=once_only,
+                    why="they have no file in kept/; tierd fsck --rebuild writes it anew",
+                )  # fmt: skip
             if ledger.waiting:
                 self.log.warning(
                     "the disk is full: cold pages are read, none is written until there is space",

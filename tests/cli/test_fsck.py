@@ -123,6 +123,25 @@ def test_a_slab_is_named_in_hex_wherever_a_page_is(findings: str) -> None:
     assert fsck._named(report)[findings][0]["file"] == "slab/0000002b"
 
 
+def test_what_is_gone_is_said_with_what_that_means(tierd: Any, kept: Path) -> None:
+    assert tierd("fsck", str(kept), "--rebuild").code == 0
+    (kept / "kept" / f"{SESSIONS[1]:016x}").unlink()
+    outcome = tierd("fsck", str(kept))
+    assert outcome.code == 0 and "kept sessions that have no file in kept/: 1." in outcome.out
+    found = json.loads(tierd("fsck", str(kept), "--json").out)
+    assert found["clean"] and found["once_only"] == [f"{SESSIONS[1]:016x}"]
+    for place in (*(kept / "journal").iterdir(), *(kept / "snap").iterdir()):
+        place.unlink()
+    text = tierd("fsck", str(kept)).out
+    said = "damage was found; 2 sessions may be lost, named above; --rebuild mends what can be"
+    assert text.splitlines()[-1] == said
+    (kept / "superblock").unlink()
+    text = tierd("fsck", str(kept)).out
+    (sessions,) = (line for line in text.splitlines() if line.split()[:1] == ["sessions"])
+    assert sessions.split()[-1] == "-", "they were not looked at"
+    assert text.splitlines()[-1] == "damage was found; --rebuild mends what can be"
+
+
 def test_where_every_record_is_lost_what_may_be_lost_is_named(tierd: Any, kept: Path) -> None:
     for manifest in (kept / "kept").iterdir():
         manifest.unlink()

@@ -89,6 +89,33 @@ def test_a_sound_store_is_clean_and_its_figures_are_told(disk: MemoryDisk) -> No
     assert report.store_uuid == UUID.hex()
 
 
+def test_kept_sessions_without_their_manifests_are_named_and_nothing_is_lost(
+    disk: MemoryDisk,
+) -> None:
+    del disk.named[f"kept/{SESSIONS[1]:016x}"]
+    report = checked(disk)
+    assert report.clean and report.once_only == [SESSIONS[1]]
+    rebuild(disk, FakeClock())
+    assert checked(disk).once_only == []
+
+
+def test_a_superblock_that_is_not_there_is_not_called_one_that_disagrees(disk: MemoryDisk) -> None:
+    del disk.named["superblock"]
+    (said,) = checked(disk).damage
+    assert said.startswith("superblock: the file is not there and there is data, which no daemon")
+    report = rebuild(disk, FakeClock())
+    assert "superblock: the file is not there" in report.damage and report.sound
+
+
+def test_a_journal_that_is_gone_is_said_with_what_that_means(disk: MemoryDisk) -> None:
+    for name in [name for name in disk.named if name.startswith(("journal/", "snap/"))]:
+        del disk.named[name]
+    gone, *taken = checked(disk).damage
+    assert gone.startswith("journal: its files are gone, and frames 1 to ")
+    assert gone.endswith("are missing: what these kept is taken from kept/, or it is lost")
+    assert len(taken) == 2 and all("its session is taken up as it says" in line for line in taken)
+
+
 def test_an_empty_folder_is_clean() -> None:
     report = checked(MemoryDisk())
     assert report.clean and report.notes

@@ -65,7 +65,7 @@ def _named(report: FsckReport) -> dict[str, Any]:
     from tierd.disk.slabfiles import slab_name
 
     found = asdict(report)
-    for name in ("restored", "unmanifested", "unresumable"):
+    for name in ("restored", "unmanifested", "once_only", "unresumable"):
         found[name] = [f"{number:016x}" for number in found[name]]
     for name in ("lost", "strays"):
         found[name] = [(f"{number:016x}", count) for number, count in found[name]]
@@ -78,13 +78,17 @@ def _named(report: FsckReport) -> dict[str, Any]:
 
 
 def _show(report: FsckReport) -> None:
+    figures = {
+        "sessions": report.sessions,
+        "slabs": report.slabs,
+        "pages checked": report.pages_checked,
+        "pages damaged": len(report.pages),
+        "slots that no record names": report.unnamed,
+    }
     rows = [
         ("store", report.store_uuid or "-"),
-        ("sessions", f"{report.sessions:,d}"),
-        ("slabs", f"{report.slabs:,d}"),
-        ("pages checked", f"{report.pages_checked:,d}"),
-        ("pages damaged", f"{len(report.pages):,d}"),
-        ("slots that no record names", f"{report.unnamed:,d}"),
+        # Of a store without a superblock nothing was looked at.
+        *((what, f"{count:,d}" if report.store_uuid else "-") for what, count in figures.items()),
         ("index", "written anew" if report.rebuilt else "unchanged"),
     ]
     print_table("Store", ["", ""], rows, text_columns=2)
@@ -101,14 +105,17 @@ def _verdict(report: FsckReport) -> str:
     if report.clean:
         return "clean"
     if not report.rebuilt:
-        mend = "; a resume computes damaged pages anew; --rebuild mends the store"
-        return f"damage was found{mend}"
+        anew = "; a resume computes damaged pages anew" if report.pages or report.lost else ""
+        return f"damage was found{anew}{_may_be_lost(report)}; --rebuild mends what can be"
     if not report.sound:
         return "damage was found, and not all of it is mended"
     lost = f"; {len(report.lost)} sessions lost KV, named above" if report.lost else ""
-    if report.strays:
-        lost += f"; {len(report.strays)} sessions may be lost, named above"
+    lost += _may_be_lost(report)
     return f"damage was found, and mended{lost or ', nothing lost'}"
+
+
+def _may_be_lost(report: FsckReport) -> str:
+    return f"; {len(report.strays)} sessions may be lost, named above" if report.strays else ""
 
 
 def _page(page: DamagedPage) -> str:
@@ -144,5 +151,15 @@ def _findings(report: FsckReport) -> list[list[str]]:
         lost,
         strays,
         unkept,
-        [f"note: {note}" for note in report.notes],
+        [f"note: {note}" for note in [*_once_only(report), *report.notes]],
+    ]
+
+
+def _once_only(report: FsckReport) -> list[str]:
+    count = len(report.once_only)
+    if not count or report.rebuilt:  # that has written what it could
+        return []
+    return [
+        f"kept sessions that have no file in kept/: {count:,d}. They are written down once, not "
+        "twice: nothing of them is lost, and --rebuild writes the files anew"
     ]

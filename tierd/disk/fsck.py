@@ -75,6 +75,7 @@ class FsckReport:
     restored: list[int] = field(default_factory=list)  # sessions taken up from manifests
     lost: list[tuple[int, int]] = field(default_factory=list)  # (session, first lost token)
     unmanifested: list[int] = field(default_factory=list)  # sessions whose manifest is damaged
+    once_only: list[int] = field(default_factory=list)  # kept sessions that have no manifest
     unresumable: list[int] = field(default_factory=list)  # kept, and their token ids are lost
     # (session, slots that hold pages of it) where records are lost: perhaps kept, perhaps not
     strays: list[tuple[int, int]] = field(default_factory=list)
@@ -144,10 +145,10 @@ def _check_records(disk: DiskPort, clock: Clock, report: FsckReport) -> Recovere
                 if folder == manifest.FOLDER:
                     report.unmanifested.append(manifest.session_number(name))
     sessions = found.image.sessions
-    kept = {
-        number for number in report.unmanifested if number in sessions and sessions[number].kept
-    }
+    kept = {number for number, record in sessions.items() if record.kept}
     report.unresumable += [number for number in report.unmanifested if number not in kept]
+    manifested = {*found.manifests.sizes, *report.unmanifested}
+    report.once_only = sorted(kept - manifested)
     return found
 
 
@@ -176,9 +177,11 @@ def rebuild(disk: DiskPort, clock: Clock) -> FsckReport:
     again; kept sessions end at their first gap. Raises StorageFull, StorageError.
     """
     report = FsckReport()
+    was_there = superblock.NAME in disk.names("")
     mended = _mend_superblock(disk)
     if mended:
-        report.damage.append("superblock: no two copies agree")
+        why = "no two copies agree" if was_there else "the file is not there"
+        report.damage.append(f"superblock: {why}")
         report.mended.append(mended)
     _check(disk, clock, report)
     for _ in range(2):

@@ -47,9 +47,9 @@ from tierd.disk.records import (
     session_records,
     slab_items,
 )
-from tierd.disk.recovery import Recovered, RecoveryReport, first_words, recover
+from tierd.disk.recovery import Recovered, RecoveryReport, recover
 from tierd.disk.superblock import SUPERBLOCK_BYTES, Superblock, write_superblock
-from tierd.disk.unstarted import Unstarted, without_last_word, without_session
+from tierd.disk.unstarted import Unstarted, first_words, without_last_word, without_session
 from tierd.errors import StorageError, StorageFull
 from tierd.types import SlabRecord
 from tierd.units import MIB

@@ -42,12 +42,6 @@ from tierd.disk.image import Image
 from tierd.disk.journal import Segment
 from tierd.disk.ports import FOLDERS, DiskPort
 from tierd.disk.records import (
-    Kind,
-    Record,
-    commit_records,
-    drop_records,
-    session_records,
-    slab_items,
     unpack_records,
 )
 from tierd.disk.snapshot import SnapshotFile
@@ -147,7 +141,10 @@ def find_superblock(disk: DiskPort, report: RecoveryReport) -> superblock.Superb
         why = "the file is not there"  # its successor, if there is one, is empty
     chosen = superblock.choose(copies)
     if chosen is None and any(disk.names(folder) for folder in FOLDERS):
-        raise StorageError(f"superblock: {why} and there is data; see `{_rebuild_command(disk)}`")
+        raise StorageError(
+            f"superblock: {why} and there is data, which no daemon takes up before "
+            f"`{_rebuild_command(disk)}` has written it anew"
+        )
     if chosen is not None:
         bad = [str(number) for number, copy in enumerate(copies) if copy is None]
         if bad:
@@ -202,8 +199,11 @@ class _Recovery:
         with self._timed("journal"):
             segments = self._replay()
             if self.end.sequence < found.durable and not self.report.damage:
-                missing = f"frames {self.end.sequence + 1} to {found.durable} are missing"
-                self.report.damage.append(f"{journal.FOLDER}: {missing}")
+                what = "" if self.steps else "its files are gone, and "
+                missing = f"{what}frames {self.end.sequence + 1} to {found.durable} are missing"
+                self._damaged(
+                    journal.FOLDER, f"{missing}: what these kept is taken from kept/, or it is lost"
+                )
         with self._timed("manifests"):
             manifests = self._take_up_manifests()
             for number in found.dropped:
@@ -230,7 +230,8 @@ class _Recovery:
         for newer in found.newer:
             number = newer.session.number
             name = manifest.manifest_name(number)
-            self.report.damage.append(f"{name}: newer than the journal, which has lost its frames")
+            lost = "newer than the journal, which has lost its frames"
+            self._damaged(name, f"{lost}: its session is taken up as it says")
             self.report.restored.append(number)
             for slab in newer.slabs:
                 self.image.slabs.setdefault(slab.slab, slab)
@@ -468,25 +469,3 @@ def _opened(disk: DiskPort, name: str) -> Iterator[tuple[int, int]]:
         yield handle, disk.size_bytes(handle) // SECTOR_BYTES * SECTOR_BYTES
     finally:
         disk.release(handle)
-
-
-def first_words(found: Recovered, part_bytes: int) -> list[Record]:
-    """Return what the ledger says first: what recovery has put into the image, and taken out."""
-    records: list[Record] = []
-    known = found.image.slabs
-    for newer in found.manifests.newer:
-        records.append([Kind.DROP_SESSION, newer.session.number])
-        # A slab that is not known any more is gone: pruning has noted that.
-        here = [slab for slab in newer.slabs if slab.slab in known]
-        records += [[Kind.SLAB, *slab_items(slab)] for slab in here]
-        records += session_records(newer.session, part_bytes)
-        records += commit_records(newer.rows, part_bytes)
-    pruned = found.pruned
-    for session, keys in pruned.drops:
-        records += drop_records(session, keys, part_bytes)
-    records += [[Kind.DROP_SESSION, session] for session in pruned.orphans]
-    for record in pruned.cut:
-        records += session_records(record, part_bytes)
-    records += [[Kind.TRUNCATE, session, block] for session, block in pruned.truncated]
-    records += [[Kind.DROP_SLAB, slab] for slab in pruned.missing_slabs]
-    return records

@@ -24,7 +24,15 @@ from dataclasses import replace
 
 from tierd.disk.journal import Journal
 from tierd.disk.ports import DiskPort
-from tierd.disk.records import Kind, Record, pack_records
+from tierd.disk.records import (
+    Kind,
+    Record,
+    commit_records,
+    drop_records,
+    pack_records,
+    session_records,
+    slab_items,
+)
 from tierd.disk.recovery import Recovered
 from tierd.disk.superblock import DROPPED_MAX, write_superblock
 from tierd.errors import StorageFull
@@ -80,6 +88,28 @@ class Unstarted:
             journal.append([pack_records([[Kind.DROP_SESSION, number] for number in unsaid])])
             journal.sync()
             self._said.update(unsaid)
+
+
+def first_words(found: Recovered, part_bytes: int) -> list[Record]:
+    """Return what the ledger says first: what recovery has put into the image, and taken out."""
+    records: list[Record] = []
+    known = found.image.slabs
+    for newer in found.manifests.newer:
+        records.append([Kind.DROP_SESSION, newer.session.number])
+        # A slab that is not known any more is gone: pruning has noted that.
+        here = [slab for slab in newer.slabs if slab.slab in known]
+        records += [[Kind.SLAB, *slab_items(slab)] for slab in here]
+        records += session_records(newer.session, part_bytes)
+        records += commit_records(newer.rows, part_bytes)
+    pruned = found.pruned
+    for session, keys in pruned.drops:
+        records += drop_records(session, keys, part_bytes)
+    records += [[Kind.DROP_SESSION, session] for session in pruned.orphans]
+    for record in pruned.cut:
+        records += session_records(record, part_bytes)
+    records += [[Kind.TRUNCATE, session, block] for session, block in pruned.truncated]
+    records += [[Kind.DROP_SLAB, slab] for slab in pruned.missing_slabs]
+    return records
 
 
 def without_session(records: Sequence[Record], number: int) -> list[Record]:
