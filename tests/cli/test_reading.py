@@ -80,7 +80,7 @@ def test_sessions_say_what_fails_in_the_daemon_that_lists_them(tierd: Any, world
     assert outcome.err == "tierd: the daemon's folder fails: it was removed\n"
     world.client_sessions = [{**ROW, "kept": False}]
     shown = tierd("sessions", "--daemon", "/run/t.sock").out
-    assert "not kept: its folder fails" in shown and "ends with" not in shown
+    assert "not for sure: its folder fails" in shown and "ends with" not in shown
     world.client_stats = {**STATS, "troubles": {}}
     assert tierd("sessions", "--daemon", "/run/t.sock").err == ""
 

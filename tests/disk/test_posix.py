@@ -437,7 +437,7 @@ def test_a_folder_that_was_moved_is_noticed_and_moved_back_is_well(
 @pytest.mark.parametrize(
     ("names", "means"),
     [
-        ("kept", "what is kept stays so, and is written down once instead of twice"),
+        ("kept", "the next daemon finds what was kept, written down once instead of twice"),
         ("snap", "the next daemon looks for what is kept in journal/ and kept/ alone"),
         ("journal", "the next daemon looks for what is kept in kept/ and snap/ alone"),
         ("journal kept", "the next daemon looks for what is kept in snap/ alone"),

@@ -89,7 +89,9 @@ def _kept(row: Mapping[str, Any], folder_fails: bool) -> str | None:
     if row["ram_only_blocks"]:
         return f"not kept: {_counted(row['ram_only_blocks'], 'block')} only in RAM"
     if not row["kept"]:
-        return f"not kept: {'its folder fails' if folder_fails else 'ends with the daemon'}"
+        return (
+            "not for sure: its folder fails" if folder_fails else "not kept: ends with the daemon"
+        )
     if row["removed_blocks"]:
         return f"in part: all but {_counted(row['removed_blocks'], 'block')}, whose files are gone"
     lost = _lost_blocks(row)

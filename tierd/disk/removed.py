@@ -54,7 +54,7 @@ def _lost_with(names: Collection[str]) -> str:
     elif not _INDEX.isdisjoint(names):
         lost.append(f"the next daemon looks for what is kept in {left} alone")
     elif "kept" in names:
-        lost.append("what is kept stays so, and is written down once instead of twice")
+        lost.append("the next daemon finds what was kept, written down once instead of twice")
     if "slab" in names:
         lost.append("the pages of kept sessions are gone, and computed anew as one is resumed")
     return ", ".join(lost)
