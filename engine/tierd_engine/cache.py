@@ -14,6 +14,7 @@ import threading
 from typing import Any, Protocol
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -84,13 +85,34 @@ class TierLayer(CacheLayerMixin):
             raise InvalidArgument(
                 f"tierd attends for one sequence at a time; the batch is {key_states.shape[0]}"
             )
+        self.take(key_states, value_states)
+        _handoff.layer = self
+        return key_states, value_states
+
+    def take(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Append K and V [1, kv_heads, n, head_dim]; the first layer's begin a step."""
+        if has_torch_function_unary(keys):
+            handle_torch_function(self.take, (keys,), keys, values)
+            return
         if self.layer == 0:
             if self.kv.step_tokens:
                 self.kv.cancel()
-            self.kv.begin(key_states.shape[2])
-        self.kv.append(self.layer, key_states, value_states)
-        _handoff.layer = self
-        return key_states, value_states
+            self.kv.begin(keys.shape[2])
+        self.kv.append(self.layer, keys, values)
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Return [1, n, heads, head_dim] of query [1, heads, n, head_dim]. The last ends a step."""
+        if has_torch_function_unary(query):
+            o: torch.Tensor = handle_torch_function(
+                self.attend, (query,), query, keys, values, scale
+            )
+            return o
+        o = self.kv.attend(self.layer, query, keys, values, scale)[None]
+        if self.layer == self.kv.geometry.layers - 1:
+            self.kv.finish()
+        return o
 
     def get_seq_length(self) -> int:
         """Return how many tokens the session holds before the running step."""
@@ -161,10 +183,7 @@ def tier_attention(
     if attention_mask is not None or dropout:
         raise UnsupportedModel("tiers attend causally: attention masks and dropout are not taken")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    o = layer.kv.attend(layer.layer, query, key, value, scale)
-    if layer.layer == layer.kv.geometry.layers - 1:
-        layer.kv.finish()
-    return o[None], None
+    return layer.attend(query, key, value, scale), None
 
 
 AttentionInterface.register(ATTENTION_NAME, tier_attention)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from tierd_engine.attention.rmsnorm import compiled_norm
 from tierd_engine.fewrows import LeanModule
@@ -40,6 +41,8 @@ class FewRowsNorm(LeanModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of x [..., width], normalised."""
+        if has_torch_function_unary(x):
+            return handle_torch_function(self.forward, (x,), x)
         rows = x.numel() // self._width
         if (
             rows > _ROWS_MAX

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from tierd_engine.attention.rotary import compiled_rotary
 from tierd_engine.rowproduct import KINDS
@@ -72,6 +73,8 @@ def _standing_for(own: Rotation) -> Rotation:
         **named: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn q [1, heads, 1, head_dim] and k [1, kv_heads, 1, head_dim]; the rest is `own`'s."""
+        if has_torch_function_unary(q):
+            return handle_torch_function(apply_rotary_pos_emb, (q,), q, k, cos, sin, *args, **named)
         dtype = q.dtype
         if (
             args or named or not q.is_cpu or dtype not in KINDS or torch.is_grad_enabled()

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from tierd_engine.rowproduct import KINDS, Factor, RowProducts
 
@@ -102,6 +103,8 @@ class RowsLinear(LeanModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias."""
+        if has_torch_function_unary(x):
+            return handle_torch_function(self.forward, (x,), x)
         rows = self.products.rows_of(x)
         if rows == 1:
             return self._chain.product(self, x)

@@ -19,6 +19,7 @@ from tierd.errors import HotBudgetExceeded, PageMiss, StaleGeneration, StorageEr
 from tierd_engine.attention.executors import FEW_QUERIES_MAX
 from tierd_engine.cache import TierCache, cached_in
 from tierd_engine.fidelity import finite
+from tierd_engine.recorded import DecodeStep
 from tierd_engine.rehearsal import judge_codecs
 from tierd_engine.session import SessionKV
 from tierd_engine.stepthreads import StepThreads
@@ -37,6 +38,7 @@ class Generator:
         # transformers' models tell where they are; without one, the CPU.
         self._device: torch.device | None = getattr(model, "device", None)
         self._cache = TierCache(kv)
+        self._decode_step = DecodeStep(model, self._cache)
         self._threads = StepThreads(model)
         self.kv = kv
         self.token_ids: list[int] = []
@@ -104,12 +106,7 @@ class Generator:
         few = self._threads.few_queries() if chunk <= FEW_QUERIES_MAX else contextlib.nullcontext()
         try:
             with few, torch.inference_mode():
-                output = self._model(
-                    input_ids=ids,
-                    use_cache=True,
-                    logits_to_keep=1,
-                    **cached_in(self._model, self._cache),
-                )
+                logits = self._decode_step(ids) if chunk == 1 else self._chunk(ids)
         except torch.OutOfMemoryError as error:  # of a GPU alone
             self.kv.cancel()
             raise HotBudgetExceeded(
@@ -118,7 +115,16 @@ class Generator:
         except BaseException:
             self.kv.cancel()
             raise
-        return finite(output.logits[0, -1].float().cpu())
+        return finite(logits[0, -1].float().cpu())
+
+    def _chunk(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._model(
+            input_ids=ids,
+            use_cache=True,
+            logits_to_keep=1,
+            **cached_in(self._model, self._cache),
+        ).logits
+        return logits
 
     def _recover(self, miss: PageMiss) -> None:
         self.losses[miss.block] += 1

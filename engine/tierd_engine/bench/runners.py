@@ -25,6 +25,7 @@ from tierd_engine.bench.rig import open_session_kv
 from tierd_engine.bench.synthetic import fill_own_cache, fill_session
 from tierd_engine.cache import TierCache, cached_in
 from tierd_engine.fidelity import own_attention
+from tierd_engine.recorded import DecodeStep
 from tierd_engine.session import SessionKV
 from tierd_engine.stepthreads import StepThreads
 
@@ -114,12 +115,12 @@ def tier_runner(
 
 
 def _tier_step(model: Any, kv: SessionKV) -> Callable[[], None]:
-    own, threads = cached_in(model, TierCache(kv)), StepThreads(model)
+    decode, threads = DecodeStep(model, TierCache(kv)), StepThreads(model)
     ids = torch.tensor([[TOKEN]])
 
     def step() -> None:
         with threads.few_queries(), torch.inference_mode():
-            model(input_ids=ids, use_cache=True, logits_to_keep=1, **own)
+            decode(ids)
 
     return step
 
