@@ -34,8 +34,8 @@ class FewRowsNorm(LeanModule):
         assert isinstance(weight, torch.nn.Parameter)
         self.weight = weight
         self._norm = (norm,)  # no child: its weight is here already
-        self._epsilon = epsilon
-        self._width = weight.numel()
+        self.epsilon = epsilon
+        self.width = weight.numel()
         self._dtype = weight.dtype
         self._call = compiled_norm(KINDS[weight.dtype])
 
@@ -43,26 +43,30 @@ class FewRowsNorm(LeanModule):
         """Return the rows of x [..., width], normalised."""
         if has_torch_function_unary(x):
             return handle_torch_function(self.forward, (x,), x)
-        rows = x.numel() // self._width
-        if (
-            rows > _ROWS_MAX
-            or x.shape[-1] != self._width
-            or x.dtype is not self._dtype
-            or not x.is_cpu
-            or torch.is_grad_enabled()
-        ):
+        if not self.takes(x):
             own: torch.Tensor = self._norm[0](x)
             return own
         x = x.contiguous()
         out = torch.empty_like(x)
         self._call(
-            x.data_ptr(), self.weight.data_ptr(), out.data_ptr(), rows, self._width, self._epsilon
-        )
+            x.data_ptr(), self.weight.data_ptr(), out.data_ptr(), x.numel() // self.width,
+            self.width, self.epsilon,
+        )  # fmt: skip
         return out
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether x [..., width] is of few rows, in RAM, and no gradient is wanted."""
+        return (
+            x.numel() <= _ROWS_MAX * self.width
+            and x.shape[-1] == self.width
+            and x.dtype is self._dtype
+            and x.is_cpu
+            and not torch.is_grad_enabled()
+        )
 
     def extra_repr(self) -> str:
         """Return what PyTorch prints in the brackets."""
-        return f"{self._width}, eps={self._epsilon}"
+        return f"{self.width}, eps={self.epsilon}"
 
 
 def replace_norms(model: Any) -> int:

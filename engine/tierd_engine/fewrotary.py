@@ -75,19 +75,12 @@ def _standing_for(own: Rotation) -> Rotation:
         """Turn q [1, heads, 1, head_dim] and k [1, kv_heads, 1, head_dim]; the rest is `own`'s."""
         if has_torch_function_unary(q):
             return handle_torch_function(apply_rotary_pos_emb, (q,), q, k, cos, sin, *args, **named)
-        dtype = q.dtype
-        if (
-            args or named or not q.is_cpu or dtype not in KINDS or torch.is_grad_enabled()
-            or not dtype is k.dtype is cos.dtype is sin.dtype
-            or not (_is_one_token(q) and _is_one_token(k))
-            or not cos.numel() == sin.numel() == q.shape[3] == k.shape[3]
-            or not (cos.is_contiguous() and sin.is_contiguous())
-        ):  # fmt: skip
+        if args or named or not are_one_token(q, k, cos, sin):
             return own(q, k, cos, sin, *args, **named)
         _, heads, _, head_dim = q.shape
         kv_heads = k.shape[1]
         out = q.new_empty((1, heads + kv_heads, 1, head_dim))
-        compiled_rotary(KINDS[dtype])(
+        compiled_rotary(KINDS[q.dtype])(
             q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
             heads, kv_heads, head_dim,
         )  # fmt: skip
@@ -95,6 +88,23 @@ def _standing_for(own: Rotation) -> Rotation:
 
     setattr(apply_rotary_pos_emb, _STANDS_FOR, own)
     return apply_rotary_pos_emb
+
+
+def is_ours(function: Any) -> bool:
+    """Whether a function stands for a model's own."""
+    return hasattr(function, _STANDS_FOR)
+
+
+def are_one_token(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether ours turns these: one token's, in RAM, and no gradient is wanted."""
+    dtype = q.dtype
+    return (
+        q.is_cpu and dtype in KINDS and not torch.is_grad_enabled()
+        and dtype is k.dtype is cos.dtype is sin.dtype
+        and _is_one_token(q) and _is_one_token(k)
+        and cos.numel() == sin.numel() == q.shape[3] == k.shape[3]
+        and cos.is_contiguous() and sin.is_contiguous()
+    )  # fmt: skip
 
 
 def _is_one_token(x: torch.Tensor) -> bool:

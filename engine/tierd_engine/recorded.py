@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tierd_engine.cache import TierCache, cached_in
+from tierd_engine.lowering import EXAMPLE, lowered
 
 RECORDINGS_MAX = 4  # of a model whose steps differ, before it is left alone
 
@@ -89,7 +90,11 @@ class Recorder(TorchFunctionMode):
 
     def compiled(self) -> Callable[..., Any]:
         """Return the recording as a function of the inputs."""
-        module = torch.fx.GraphModule(dict(self.constants), self.graph)
+        graph, fixed = lowered(self.graph)
+        module = torch.fx.GraphModule({}, torch.fx.Graph())
+        for name, tensor in (self.constants | fixed).items():
+            setattr(module, name, tensor)
+        module.graph = graph
         run: Callable[..., Any] = module.forward
         return run
 
@@ -125,23 +130,25 @@ class Recorder(TorchFunctionMode):
 
     def _know(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
         self._nodes[id(tensor)] = node
+        node.meta[EXAMPLE] = tensor
         self._kept.append(tensor)
 
     def _results(self, node: torch.fx.Node, result: Any) -> None:
         if isinstance(result, torch.Tensor):
             self._know(result, node)
         elif isinstance(result, tuple | list) and all(isinstance(r, torch.Tensor) for r in result):
+            node.meta[EXAMPLE] = tuple(result)
             for index, one in enumerate(result):
                 self._know(one, self.graph.call_function(operator.getitem, (node, index)))
         elif result is not None:
             raise _NotRecordable(f"{node.target} gives a {type(result).__name__}")
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notices an operator whose result's shape, or a number, comes of its elements' values."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

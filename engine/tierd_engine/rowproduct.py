@@ -10,6 +10,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -93,8 +94,8 @@ class RowProducts:
         self._kept.append(job)
         self._job_address = int(job.ctypes.data)
         self._scratch_bytes = int(products["scratch_bytes"][0])
-        self._bytes = sum(weights.nbytes for weights in self._weights)
-        self._reads = Reads(_pieces(self._weights), _AHEAD_BYTES)
+        self.weight_bytes = sum(weights.nbytes for weights in self._weights)
+        self.reads = Reads(_pieces(self._weights), _AHEAD_BYTES)
 
     def rows_of(self, x: torch.Tensor) -> int:
         """Return how many rows x [..., width] has, if few, in RAM, and no gradient is wanted; or 0.
@@ -113,20 +114,41 @@ class RowProducts:
         x = x.contiguous()
         shape = x.shape[:-1]
         out = [x.new_empty((*shape, outputs)) for outputs in self._outputs]
-        workers = workers_for(self._bytes)
+        workers = workers_for(self.weight_bytes)
         with _lock:
             self._claimed[:] = 0
-            scratch = _scratch.address(workers * self._scratch_bytes)
-            at, x_address = 0, x.data_ptr()
-            for weights, one, claimed in zip(self._weights, out, self._claimed_at, strict=True):
-                # A step does this some hundred times: NumPy takes six times as long.
-                _PER_CALL.pack_into(
-                    self._fields, at, x_address, one.data_ptr(), rows, claimed, scratch,
-                    weights.data_ptr(),
-                )  # fmt: skip
-                at += PRODUCT.itemsize
-            run_team(self._work[rows > 1], self._job_address, workers, self._reads)
+            self._fill(x, out, rows, _scratch.address(workers * self._scratch_bytes))
+            run_team(self._work[rows > 1], self._job_address, workers, self.reads)
         return out
+
+    def bind(self, x: torch.Tensor, outs: Sequence[torch.Tensor], workers: int) -> Bound:
+        """Make these the products of the row x [..., width], from now on, into `outs`.
+
+        For a caller that has them run, by so many workers at most, and keeps the tensors. The
+        claimed words are 0 before each run.
+        """
+        scratch = _Scratch()
+        self._kept.append(scratch)
+        self._fill(x, outs, 1, scratch.address(workers * self._scratch_bytes))
+        return Bound(self._work[0], self._job_address, self._claimed_at[0])
+
+    def _fill(self, x: torch.Tensor, outs: Sequence[torch.Tensor], rows: int, scratch: int) -> None:
+        at, x_address = 0, x.data_ptr()
+        for weights, one, claimed in zip(self._weights, outs, self._claimed_at, strict=True):
+            # Some hundred times a step: NumPy takes six times as long.
+            _PER_CALL.pack_into(
+                self._fields, at, x_address, one.data_ptr(), rows, claimed, scratch,
+                weights.data_ptr(),
+            )  # fmt: skip
+            at += PRODUCT.itemsize
+
+
+class Bound(NamedTuple):
+    """Addresses: of a worker, of its job, of the words (int64) that its workers claim by."""
+
+    work: int
+    job: int
+    claimed: int
 
 
 def _pieces(weights: Sequence[torch.Tensor]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

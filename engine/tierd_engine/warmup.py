@@ -16,6 +16,7 @@ from tierd_engine import coldpool
 from tierd_engine.attention.cpu import merge_partials, prepare
 from tierd_engine.attention.layercall import prepare_calls
 from tierd_engine.attention.simd import BFLOAT16, FLOAT32
+from tierd_engine.attention.stretch import stretch_address
 from tierd_engine.attention.writing import prepare_writes
 from tierd_engine.staging import DecodeStaging
 
@@ -46,4 +47,5 @@ def warm_up(
     coldpool.warm_up()
     for element in (FLOAT32, BFLOAT16):
         prepare_calls(element)
+        stretch_address(element)
     merge_partials(q[None], lse[None], np.empty_like(q), np.empty_like(lse))

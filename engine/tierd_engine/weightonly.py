@@ -19,7 +19,7 @@ import torch
 
 from tierd.errors import InvalidArgument
 from tierd_engine.fewnorms import replace_norms
-from tierd_engine.fewrows import Chain, FewRowsLinear, RowsLinear, replace_linears
+from tierd_engine.fewrows import FewRowsLinear, RowsLinear, replace_linears
 from tierd_engine.rowproduct import FEW_ROWS_MAX, Factor
 
 CODE_MAX = 127
@@ -47,7 +47,7 @@ class Int8Linear(RowsLinear):
     Takes and returns the dtype of the layer that it replaces.
     """
 
-    def __init__(self, linear: torch.nn.Linear, chain: Chain | None = None) -> None:
+    def __init__(self, linear: torch.nn.Linear) -> None:
         weight = linear.weight.detach().float()
         # The scale is rounded first, so that codes are made for the one that is used.
         scales = (weight.abs().amax(dim=1) / CODE_MAX).to(torch.bfloat16)
@@ -55,7 +55,7 @@ class Int8Linear(RowsLinear):
         codes = (weight / safe[:, None]).round().clamp(-CODE_MAX, CODE_MAX)
         codes = codes.to(torch.int8).contiguous()
         factor = Factor(codes, scales, linear.bias)
-        super().__init__(factor, linear.weight.dtype, chain or Chain())
+        super().__init__(factor, linear.weight.dtype)
         self.codes: torch.Tensor
         self.scales: torch.Tensor
         self.register_buffer("codes", codes)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import numba
 import pytest
 import torch
 
-from tierd_engine import rowproduct
 from tierd_engine.attention.team import BRIEF_SECONDS, set_patience
 from tierd_engine.fewrows import FewRowsLinear, replace_linears
 from tierd_engine.rowproduct import FEW_ROWS_MAX
@@ -112,107 +110,6 @@ def test_rows_that_are_not_in_ram_are_left_to_pytorch():
     layer = make(64, 32, torch.float32).to("meta")
     with torch.inference_mode():
         assert layer(torch.empty(1, 64, device="meta")).shape == (1, 32)
-
-
-class Branches(torch.nn.Module):
-    """Layers of one input, and one of another; `skipped` are not called."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        sizes = {"q": (64, 96), "k": (64, 32), "v": (64, 32), "o": (96, 64)}
-        for name, (width, outputs) in sizes.items():
-            setattr(self, name, torch.nn.Linear(width, outputs, bias=name == "k").to(dtype))
-        self.skipped: set[str] = set()
-
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        out = {n: getattr(self, n)(x) for n in "qkv" if n not in self.skipped}
-        return [*out.values(), self.o(out["q"] if "q" in out else x.new_ones((1, 96)))]
-
-
-def alone(model: Branches) -> Branches:
-    """The same layers, each with a chain of its own: nobody's sister."""
-    other = Branches()
-    for name in "qkvo":
-        setattr(other, name, FewRowsLinear(getattr(model, name)))
-    return other
-
-
-def assert_same_bits(model: Branches, other: Branches, x: torch.Tensor) -> None:
-    for found, expected in zip(model(x), other(x), strict=True):
-        assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sisters_give_the_bits_that_each_gives_alone(dtype):
-    model = Branches(dtype)
-    other = alone(model)
-    replace_linears(model)
-    with torch.inference_mode():
-        for _ in range(4):
-            x = torch.randn(1, 64).to(dtype)
-            assert_same_bits(model, other, x)
-    assert [len(getattr(model, name).sisters) for name in "qkvo"] == [3, 0, 0, 0]
-
-
-def test_sisters_are_multiplied_in_one_call(monkeypatch):
-    model = Branches()
-    replace_linears(model)
-    calls = []
-    run = rowproduct.run_team
-    monkeypatch.setattr(rowproduct, "run_team", lambda *args: (calls.append(args), run(*args))[1])
-    with torch.inference_mode():
-        for expected in (4, 2, 2):
-            calls.clear()
-            model(torch.randn(1, 64))
-            assert len(calls) == expected
-
-
-def test_a_sister_that_is_not_called_costs_once_and_gets_nothing_stale():
-    model = Branches()
-    other = alone(model)
-    replace_linears(model)
-    with torch.inference_mode():
-        for step in range(12):
-            model.skipped = other.skipped = (
-                {"v"} if step % 4 == 1 else {"q"} if step % 4 == 3 else set()
-            )
-            x = torch.randn(1, 64)
-            assert_same_bits(model, other, x)
-
-
-def test_a_tensor_that_is_filled_anew_between_steps_is_read_anew():
-    model = Branches()
-    other = alone(model)
-    replace_linears(model)
-    model.skipped = other.skipped = {"v"}
-    x = torch.empty(1, 64)
-    with torch.inference_mode():
-        for step in range(6):
-            model.skipped = other.skipped = {"v"} if step % 2 else set()
-            x.copy_(torch.randn(1, 64))
-            assert_same_bits(model, other, x)
-
-
-def test_threads_that_share_a_model_get_their_own_products():
-    model = Branches()
-    other = alone(model)
-    replace_linears(model)
-    wrong = []
-
-    def work(seed: int) -> None:
-        draw = torch.Generator().manual_seed(seed)
-        with torch.inference_mode():
-            for _ in range(200):
-                x = torch.randn(1, 64, generator=draw)
-                pairs = zip(model(x), other(x), strict=True)
-                wrong.extend(1 for found, expected in pairs if not torch.equal(found, expected))
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert not wrong
 
 
 def test_rows_of_another_width_are_refused_as_pytorch_does():

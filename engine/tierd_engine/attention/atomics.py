@@ -89,6 +89,21 @@ def pause(typingctx: Any) -> Any:
     return types.void(), codegen
 
 
+@intrinsic
+def yield_core(typingctx: Any) -> Any:
+    """Let another thread that is ready have this one's core."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = builder.module.globals.get("sched_yield")
+        if function is None:
+            kind = ir.FunctionType(ir.IntType(32), [])
+            function = ir.Function(builder.module, kind, name="sched_yield")
+        builder.call(function, [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
 def _move_token(name: str) -> Any:
     @intrinsic
     def move(typingctx: Any, fd: Any, token: Any) -> Any:

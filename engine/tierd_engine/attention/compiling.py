@@ -17,7 +17,7 @@ KERNEL_SOURCES = (
     *(_HERE / name for name in (
         "atomics.py", "compiling.py", "fourbit.py", "kernel.py", "layercall.py", "merging.py",
         "product.py", "rmsnorm.py", "rotary.py",
-        "simd.py", "team.py", "tile.py", "works.py", "writing.py",
+        "simd.py", "stretch.py", "team.py", "tile.py", "works.py", "writing.py",
     )),
 )  # fmt: skip
 

@@ -13,15 +13,17 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import types
+from numba import njit, types
 
-from tierd_engine.attention.compiling import compile_cached
+from tierd_engine.attention.compiling import STEP, compile_cached
 from tierd_engine.attention.simd import Const, ConstType, element_bytes, load_element, store_rounded
 
 _ARGUMENTS = 5
 
 
-def _normalise(
+# The sum may be made in any order: in vectors. It is the same in each call.
+@njit(**STEP, fastmath={"reassoc"})
+def normalise(
     kind: Any, x: Any, weight: Any, out: Any, rows: Any, width: Any, epsilon: Any
 ) -> None:
     """Rows of `width` elements of `kind`, one after the other at `x` and at `out`."""
@@ -40,6 +42,12 @@ def _normalise(
             store_rounded(kind, product, there + c * size)
 
 
+def _normalise(
+    kind: Any, x: Any, weight: Any, out: Any, rows: Any, width: Any, epsilon: Any
+) -> None:
+    normalise(kind, x, weight, out, rows, width, epsilon)
+
+
 @functools.cache
 def compiled_norm(kind: int) -> Callable[[int, int, int, int, int, float], None]:
     """Return the kernel for rows of `kind`, compiled or loaded.
@@ -47,6 +55,4 @@ def compiled_norm(kind: int) -> Callable[[int, int, int, int, int, float], None]
     Called with the addresses of x, weight and out, rows, width and epsilon. `out` is not x.
     """
     signature = (ConstType(kind), *(types.int64,) * _ARGUMENTS, types.float64)
-    # The sum may be made in any order: in vectors. It is the same in each call.
-    call = compile_cached(_normalise, signature, nogil=True, fastmath={"reassoc"}).call
-    return functools.partial(call, Const(kind))
+    return functools.partial(compile_cached(_normalise, signature, nogil=True).call, Const(kind))

@@ -43,7 +43,8 @@ def _rotate(kind: Any, x: Any, out: Any, heads: Any, cos: Any, sin: Any, head_di
             store_rounded(kind, kept + turned, there + c * size)
 
 
-def _rotate_both(
+@step
+def rotate_both(
     kind: Any, queries: Any, keys: Any, cos: Any, sin: Any, out: Any, heads: Any, kv_heads: Any,
     head_dim: Any,
 ) -> None:  # fmt: skip
@@ -51,6 +52,13 @@ def _rotate_both(
     _rotate(kind, queries, out, heads, cos, sin, head_dim)
     behind = out + heads * head_dim * element_bytes(kind)
     _rotate(kind, keys, behind, kv_heads, cos, sin, head_dim)
+
+
+def _rotate_both(
+    kind: Any, queries: Any, keys: Any, cos: Any, sin: Any, out: Any, heads: Any, kv_heads: Any,
+    head_dim: Any,
+) -> None:  # fmt: skip
+    rotate_both(kind, queries, keys, cos, sin, out, heads, kv_heads, head_dim)
 
 
 @functools.cache

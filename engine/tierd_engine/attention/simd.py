@@ -156,6 +156,7 @@ def _read(builder: Any, address: Any, element: Any) -> Any:
 add = _binary(lambda builder, a, b: builder.fadd(a, b))
 subtract = _binary(lambda builder, a, b: builder.fsub(a, b))
 multiply = _binary(lambda builder, a, b: builder.fmul(a, b))
+divide = _binary(lambda builder, a, b: builder.fdiv(a, b))
 maximum = _binary(_greater)  # b where either is NaN
 
 load_scalar = _load_one(types.float32, lambda builder, at: _read(builder, at, _FLOAT))

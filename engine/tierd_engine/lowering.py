@@ -1,0 +1,304 @@
+"""Stretches of a recorded decode step become jobs of the team: what lies between two attentions.
+
+A stretch is a run of calls of a recording (recorded.py) that we have operators for
+(attention/stretch.py), with a product among them. Its results stand at fixed addresses, so that
+it is all written down once; a step copies in what comes from elsewhere (the attention's output)
+and runs it. Every other call of the recording stays as it is, at its place.
+
+Products of the same rows in one stretch are one phase: queries, keys and values; gate and up.
+
+Invariants:
+  each result of a stretch has memory of its own, which nothing writes to until the next step
+  calls keep their order: a stretch holds calls that were next to each other
+  what a recording returns is no memory of a stretch
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+import torch
+
+from tierd_engine.attention.stretch import (
+    ADD,
+    MULTIPLY,
+    NORM,
+    OPERATOR,
+    PHASE,
+    ROTARY,
+    SILU,
+    Records,
+    stretch_address,
+)
+from tierd_engine.attention.team import run_team, workers_for
+from tierd_engine.fewnorms import FewRowsNorm
+from tierd_engine.fewrotary import are_one_token, is_ours
+from tierd_engine.fewrows import RowsLinear
+from tierd_engine.rowproduct import KINDS, RowProducts
+
+T = TypeVar("T")
+Node = Any  # a torch.fx.Node, whose arguments have all the types that there are
+EXAMPLE = "example"  # of a node's `meta`: the tensor, or tuple of tensors, that it gave
+
+_VIEWS = frozenset(
+    ("view", "reshape", "transpose", "contiguous", "unsqueeze", "squeeze", "flatten", "permute",
+     "__getitem__")
+)  # fmt: skip
+_NO_WRITES = frozenset(("__invert__", "__index__", "__int__"))
+_METHODS = {"add": ADD, "__add__": ADD, "mul": MULTIPLY, "__mul__": MULTIPLY}
+_FUNCTIONS = {torch.add: ADD, torch.mul: MULTIPLY, torch.nn.functional.silu: SILU}
+
+
+class Stretch:
+    """A run of calls as one job. `inputs`: memory for what is copied in, in the order of a run."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._phases: list[_Phase] = []
+        self._inputs: list[torch.Tensor] = []
+        self._kept: list[object] = []
+        self._records: Records | None = None
+        self._workers = numba.get_num_threads()
+
+    def take(self, example: torch.Tensor) -> torch.Tensor:
+        """Return memory for an input like `example`."""
+        self._inputs.append(torch.empty(example.shape, dtype=example.dtype))
+        return self._inputs[-1]
+
+    def multiply(self, linear: RowsLinear, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Add a product of a row x: beside the others of the same x."""
+        for phase in self._phases:
+            if phase.x is x and linear.is_like(phase.linears[0]):
+                break
+        else:
+            phase = _Phase(x)
+            self._phases.append(phase)
+        phase.linears.append(linear)
+        phase.outs.append(out)
+
+    def operate(self, kind: int, tensors: Sequence[torch.Tensor], **fields: Any) -> None:
+        """Add an operator; `tensors`: what it reads, and last what it writes."""
+        if not self._phases:
+            self._phases.append(_Phase(None))
+        record = np.zeros(1, dtype=OPERATOR)
+        *read, out = tensors
+        named = dict(zip("abcd", read, strict=False)) | {"out": out}
+        for name, value in (("kind", kind), *fields.items()):
+            record[name] = value
+        for name, tensor in named.items():
+            record[name] = tensor.data_ptr()
+        self._phases[-1].operators.append(record)
+        self._kept.extend(tensors)
+
+    def end(self) -> None:
+        """Write everything down: it may run now."""
+        bound = [phase.bound(self._dtype, self._workers) for phase in self._phases]
+        self._kept.extend((bound, self._phases))
+        self._records = Records([record for record, _ in bound])
+        products = [products for _, products in bound if products is not None]
+        self._bytes = sum(one.weight_bytes for one in products)
+        self._reads = products[0].reads
+        self._work = stretch_address(KINDS[self._dtype])
+
+    def run(self, *values: torch.Tensor) -> None:
+        """Copy in the inputs and compute."""
+        assert self._records is not None
+        for memory, value in zip(self._inputs, values, strict=True):
+            memory.copy_(value)
+        workers = min(workers_for(self._bytes), self._workers)
+        self._records.begin(workers)
+        run_team(self._work, self._records.address, workers, self._reads)
+
+
+@dataclass(slots=True)
+class _Phase:
+    x: torch.Tensor | None
+    linears: list[RowsLinear] = field(default_factory=list)
+    outs: list[torch.Tensor] = field(default_factory=list)
+    operators: list[np.ndarray[Any, Any]] = field(default_factory=list)
+
+    def bound(self, dtype: torch.dtype, workers: int) -> tuple[Any, RowProducts | None]:
+        """Return the record [1] of PHASE, and the products that it points into."""
+        record = np.zeros(1, dtype=PHASE)
+        products = None
+        if self.x is not None:
+            products = RowProducts([linear.factor() for linear in self.linears], dtype)
+            record["work"], record["job"], record["claimed"] = products.bind(
+                self.x, self.outs, workers
+            )
+            record["claims"] = len(self.outs)
+        if self.operators:
+            self.operators[:] = [np.concatenate(self.operators)]
+            record["operators"] = self.operators[0].ctypes.data
+            record["count"] = len(self.operators[0])
+        return record, products
+
+
+def lowered(graph: torch.fx.Graph) -> tuple[torch.fx.Graph, dict[str, torch.Tensor]]:
+    """Return a recording with its stretches as calls, and the constants that it gained."""
+    if any(map(_writes, graph.nodes)):
+        return graph, {}
+    lowering = _Lowering()
+    for node in graph.nodes:
+        lowering.add(node)
+    return lowering.graph, lowering.constants
+
+
+def _writes(node: Node) -> bool:
+    """Whether a call may write to a tensor that is there: copies would miss it."""
+    if node.op not in ("call_method", "call_function"):
+        return False
+    if node.kwargs.get("inplace") or node.kwargs.get("out") is not None:
+        return True
+    name = node.target if node.op == "call_method" else node.target.__name__
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NO_WRITES)
+    return bool(name.endswith("_"))
+
+
+class _Lowering:
+    """Goes over a recording once, and makes another."""
+
+    def __init__(self) -> None:
+        self.graph = torch.fx.Graph()
+        self.constants: dict[str, torch.Tensor] = {}
+        self._nodes: dict[Node, Node] = {}  # of the recording: in the other one
+        self._fixed: dict[Node, Any] = {}  # what stands at an address: a tensor, or a pair
+        self._run: list[Node] = []
+        self._dtype: torch.dtype | None = None  # of the run's operators
+
+    def add(self, node: Node) -> None:
+        """Take the next call."""
+        if _is_lowerable(node):
+            dtype = node.args[0].meta[EXAMPLE].dtype
+            if self._dtype not in (None, dtype):
+                self._end_run()
+            self._dtype = dtype
+            self._run.append(node)
+        elif _is_view(node):
+            self._run.append(node)
+        else:
+            self._end_run()
+            if node.op == "output" and node.args[0] in self._fixed:
+                own = self.graph.call_method("clone", (self._node(node.args[0]),))
+                self.graph.output(own)
+            else:
+                self._copy(node)
+
+    def _end_run(self) -> None:
+        run, dtype = self._run, self._dtype
+        self._run, self._dtype = [], None
+        if dtype is None or not any(_ours(node, RowsLinear) for node in run):
+            for node in run:
+                self._copy(node)
+            return
+        stretch, inputs = Stretch(dtype), []
+
+        def tensor(node: Node) -> Any:
+            if node not in self._fixed:
+                inputs.append(self._nodes[node])
+                self._fixed[node] = stretch.take(node.meta[EXAMPLE])
+            return self._fixed[node]
+
+        for node in run:
+            self._fixed[node] = _put(node, stretch, tensor)
+        stretch.end()
+        self.graph.call_function(stretch.run, tuple(inputs))
+
+    def _copy(self, node: Node) -> None:
+        self._nodes[node] = self.graph.node_copy(node, self._node)
+
+    def _node(self, node: Node) -> Node:
+        """The other recording's node for a value of this one's."""
+        if node not in self._nodes:
+            name = f"fixed_{len(self.constants)}"
+            self.constants[name] = self._fixed[node]
+            self._nodes[node] = self.graph.create_node("get_attr", name)
+        return self._nodes[node]
+
+
+def _ours(node: Node, kind: type[T]) -> T | None:
+    """Whose method a call is, if an object of `kind`'s."""
+    owner = getattr(node.target, "__self__", None)
+    return owner if isinstance(owner, kind) else None
+
+
+def _put(node: Node, stretch: Stretch, tensor: Callable[[Node], torch.Tensor]) -> Any:
+    """Add a call to a stretch; return where its result will stand."""
+    if node.target is operator.getitem:
+        source, index = node.args
+        return tensor(source)[index]  # of a pair
+    if _is_view(node):
+        (source, *rest), named = node.args, node.kwargs
+        return getattr(tensor(source), node.target)(*rest, **named)
+    read = [tensor(argument) for argument in node.args if isinstance(argument, torch.fx.Node)]
+    example = node.meta[EXAMPLE]
+    if is_ours(node.target):
+        queries, keys = read[:2]
+        (_, heads, _, head_dim), more = queries.shape, keys.shape[1]
+        out = torch.empty((1, heads + more, 1, head_dim), dtype=queries.dtype)
+        stretch.operate(ROTARY, [*read, out], rows=heads, more=more, width=head_dim)
+        return out[:, :heads], out[:, heads:]
+    out = torch.empty(example.shape, dtype=example.dtype)
+    if (linear := _ours(node, RowsLinear)) is not None:
+        stretch.multiply(linear, read[0], out)
+    elif (norm := _ours(node, FewRowsNorm)) is not None:
+        rows, width = out.numel() // norm.width, norm.width
+        tensors = [read[0], norm.weight, out]
+        stretch.operate(NORM, tensors, rows=rows, width=width, epsilon=norm.epsilon)
+    else:
+        kind = _kind_of(node)
+        assert kind is not None
+        stretch.operate(kind, [*read, out], width=out.numel())
+    return out
+
+
+def _kind_of(node: Node) -> int | None:
+    """Which operator on elements a call is."""
+    kinds: dict[Any, int] = _METHODS if node.op == "call_method" else _FUNCTIONS
+    return kinds.get(node.target)
+
+
+def _is_lowerable(node: Node) -> bool:
+    """Whether there is an operator for a call, of these tensors."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    read = [a.meta[EXAMPLE] for a in node.args if isinstance(a, torch.fx.Node)]
+    if len(read) != len(node.args) or not read or not all(map(_fits, read)):
+        return False
+    x = read[0]
+    if any(one.dtype is not x.dtype for one in read) or any(node.kwargs.values()):
+        return False
+    if (linear := _ours(node, RowsLinear)) is not None:
+        return linear.products.rows_of(x) == 1
+    if (norm := _ours(node, FewRowsNorm)) is not None:
+        return norm.takes(x)
+    if is_ours(node.target):
+        return len(read) == 4 and are_one_token(*read)
+    wanted = 1 if _kind_of(node) == SILU else 2
+    same = all(one.shape == x.shape for one in read)
+    return _kind_of(node) is not None and len(read) == wanted and same
+
+
+def _fits(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype in KINDS and x.is_cpu and x.is_contiguous()
+
+
+def _is_view(node: Node) -> bool:
+    """Whether a call gives memory of its first argument, by numbers alone."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    source = node.args[0] if node.args else None
+    if not isinstance(source, torch.fx.Node) or len(node.all_input_nodes) > 1:
+        return False
+    if node.target is operator.getitem:
+        return is_ours(source.target) and _is_lowerable(source)
+    if node.target not in _VIEWS:
+        return False
+    memory = [one.meta[EXAMPLE].untyped_storage().data_ptr() for one in (source, node)]
+    return bool(memory[0] == memory[1])
