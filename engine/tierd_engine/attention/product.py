@@ -37,6 +37,7 @@ from tierd_engine.attention.simd import (
     load_narrow,
     load_scalar,
     number,
+    prefetch_lines,
     store,
     store_rounded,
 )
@@ -44,6 +45,8 @@ from tierd_engine.attention.tile import add_products, store_sums, zero_rows
 
 ROWS_MAX = 4
 WIDE = 64  # lanes of a sum: four AVX-512 registers
+# As far as memory delivers within its own delay. What a core asks for by itself ends with a page.
+_AHEAD_BYTES = 8192
 _CLAIM_BYTES = 32768  # of weights: long enough to stream, short enough to even threads out
 
 PRODUCT_FIELDS = (
@@ -82,12 +85,19 @@ def _widen(kind: Any, rows: Any, job: Any, row: Any, x: Any, stride: Any) -> Non
 
 
 @step
-def _dot(kind: Any, rows: Any, job: Any, weights: Any, sums: Any, x: Any, stride: Any) -> None:
-    """sums[r], and sums[8 + r]: the parts of x[r]·weights in wide and in narrow vectors."""
+def _dot(
+    kind: Any, rows: Any, job: Any, weights: Any, ahead: Any, sums: Any, x: Any, stride: Any
+) -> None:
+    """sums[r], and sums[8 + r]: the parts of x[r]·weights in wide and in narrow vectors.
+
+    `ahead`: how far behind each weight stands what is to be asked for meanwhile, in bytes.
+    """
     size, n = element_bytes(kind), job.width
     wide = zero_rows(rows, WIDE)
     c = 0
     while c + WIDE <= n:
+        soon = weights + ahead + size * c
+        prefetch_lines(soon, soon + size * WIDE)
         wide = add_products(wide, x + 4 * c, stride, load(kind, WIDE, weights + size * c))
         c += WIDE
     store_sums(wide, sums, 4)
@@ -122,18 +132,24 @@ def _share(kind: Any, rows: Any, x_kind: Any, job: Any, index: Any) -> None:
     start = fetch_add(job.claimed, job.batch)
     while start < job.outputs:
         end = min(start + job.batch, job.outputs)
+        following = fetch_add(job.claimed, job.batch)
+        jump = row_bytes * (following - end) if following < job.outputs else 0
         for row in range(0, job.rows, number(rows)):
             if not is_wide or job.rows > number(rows):
                 _widen(x_kind, rows, job, row, x, stride)
                 is_wide = True
             for output in range(start, end):
-                _dot(kind, rows, job, job.weights + row_bytes * output, sums, x, stride)
+                ahead = _AHEAD_BYTES
+                if row_bytes * (end - output) <= _AHEAD_BYTES:
+                    ahead += jump
+                weights = job.weights + row_bytes * output
+                _dot(kind, rows, job, weights, ahead, sums, x, stride)
                 for r in range(min(number(rows), job.rows - row)):
                     value = load_scalar(sums + 4 * r) + load_scalar(sums + 32 + 4 * r)
                     value = _finished(kind, job, output, value)
                     at = job.out + out_bytes * ((row + r) * job.outputs + output)
                     store_rounded(x_kind, value, at)
-        start = fetch_add(job.claimed, job.batch)
+        start = following
 
 
 def _work(kind: Any, rows: Any, x_kind: Any, job_address: Any, index: Any) -> None:
