@@ -134,7 +134,7 @@ def test_a_decode_step_runs_on_few_threads_and_a_chunk_on_all(monkeypatch: pytes
             driver.kv.position += input_ids.shape[1]
             return SimpleNamespace(logits=torch.zeros(1, 1, 8))
 
-    monkeypatch.setattr(generator, "TierCache", lambda kv: kv)
+    monkeypatch.setattr(generator, "TierCache", lambda kv: SimpleNamespace(kv=kv))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
