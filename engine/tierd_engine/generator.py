@@ -38,7 +38,7 @@ class Generator:
         # transformers' models tell where they are; without one, the CPU.
         self._device: torch.device | None = getattr(model, "device", None)
         self._cache = TierCache(kv)
-        self._decode_step = DecodeStep(model, self._cache)
+        self.decode_step = DecodeStep(model, self._cache)
         self._threads = StepThreads(model)
         self.kv = kv
         self.token_ids: list[int] = []
@@ -106,7 +106,7 @@ class Generator:
         few = self._threads.few_queries() if chunk <= FEW_QUERIES_MAX else contextlib.nullcontext()
         try:
             with few, torch.inference_mode():
-                logits = self._decode_step(ids) if chunk == 1 else self._chunk(ids)
+                logits = self.decode_step(ids) if chunk == 1 else self._chunk(ids)
         except torch.OutOfMemoryError as error:  # of a GPU alone
             self.kv.cancel()
             raise HotBudgetExceeded(

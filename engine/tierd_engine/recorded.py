@@ -186,7 +186,10 @@ def _is_same_call(a: torch.fx.Node, b: torch.fx.Node) -> bool:
 
 
 class DecodeStep:
-    """A model's step of one token over a TierCache: from its recording once there is one."""
+    """A model's step of one token over a TierCache: from its recording once there is one.
+
+    `problem`: why there is none, or will be none; None while that is open.
+    """
 
     def __init__(self, model: Any, cache: TierCache) -> None:
         self._model = model
@@ -194,9 +197,11 @@ class DecodeStep:
         self._arguments = {"use_cache": True, "logits_to_keep": 1, **cached_in(model, cache)}
         self._run: Callable[..., Any] | None = None
         self._before: Recorder | None = None
+        self._left = RECORDINGS_MAX
+        self.problem: str | None = None
         call = getattr(type(model), "forward", type(model).__call__)
-        takes_positions = "position_ids" in inspect.signature(call).parameters
-        self._left = RECORDINGS_MAX if takes_positions else 0
+        if "position_ids" not in inspect.signature(call).parameters:
+            self._leave_alone("it takes no position_ids")
 
     @property
     def is_recorded(self) -> bool:
@@ -221,9 +226,21 @@ class DecodeStep:
             output = self._model(input_ids=ids, position_ids=positions, **self._arguments)
         recorder.end(output.logits)
         self._before = recorder
-        if before is not None and recorder.is_same(before):
-            self._run, self._before = recorder.compiled(), None
-        elif recorder.problem is not None:
-            self._left = 0
+        if recorder.problem is not None:
+            self._leave_alone(recorder.problem)
+        elif before is not None and recorder.is_same(before):
+            self._compile(recorder)
+        elif not self._left:
+            self._leave_alone("its steps differ")
         logits: torch.Tensor = output.logits
         return logits
+
+    def _compile(self, recorder: Recorder) -> None:
+        try:
+            self._run = recorder.compiled()
+        except RuntimeError as error:  # of torch.fx: a function that it has no name for
+            self._leave_alone(f"torch.fx: {error}")
+        self._before = None
+
+    def _leave_alone(self, problem: str) -> None:
+        self._left, self._before, self.problem = 0, None, problem

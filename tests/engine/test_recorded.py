@@ -49,7 +49,7 @@ def tiny(kind: str) -> tuple[Any, hf.ModelShape]:
 def decoded(model: Any, shape: hf.ModelShape, *, record: bool) -> tuple[torch.Tensor, bool]:
     """Return logits [40, vocab] of steps past block ends and demotions, and if any was recorded."""
     with TierRig(shape, model, 60, 60, hot="60%", block_tokens=16) as rig:
-        step = rig.generator._decode_step
+        step = rig.generator.decode_step
         if not record:
             step._left = 0
         rig.generator.feed(random_tokens(40, 1))
@@ -155,7 +155,7 @@ def test_a_model_that_takes_no_positions_is_called_as_it_is() -> None:
 
     tiny_one = tiny_model(3, "llama")
     with TierRig(tiny_one.shape, tiny_one.model, 60, 60, hot="60%", block_tokens=16) as rig:
-        assert DecodeStep(Bare(), TierCache(rig.kv))._left == 0
+        assert DecodeStep(Bare(), TierCache(rig.kv)).problem == "it takes no position_ids"
 
 
 class Losing:
@@ -182,6 +182,6 @@ def test_a_page_lost_in_a_step_is_recovered_recorded_or_not(steps: int) -> None:
             if loses:
                 rig.kv.attend = Losing(rig.kv.attend, steps)  # type: ignore[method-assign]
             rows.append(torch.stack([rig.generator.feed([t]) for t in random_tokens(30, 4)]))
-            assert rig.generator._decode_step.is_recorded
+            assert rig.generator.decode_step.is_recorded
             assert (rig.generator.recomputed_tokens > 0) == loses
     torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=2e-4)
