@@ -142,12 +142,20 @@ class HotArena:
             kv_heads, block_tokens, head_dim = self._page_shape
             assert values.shape == shape and shape[-3] == kv_heads and shape[-1] == head_dim
             assert end <= block_tokens
-            row = self.base_address + slot * self.slot_bytes + start * self._row_bytes
-            row += layer * self._page_bytes
+            row = self.row_address(slot, start) + layer * self._page_bytes
             write_rows(keys, values, row + self._keys_at, row + self._values_at, self._head_bytes)
             return
         self.keys[slot, layer, :, start:end] = keys.reshape(shape[-3:])
         self.values[slot, layer, :, start:end] = values.reshape(values.shape[-3:])
+
+    def row_address(self, slot: int, start: int) -> int:
+        """Return the absolute address to which `rows_of` adds, for a slot's token."""
+        return self.base_address + slot * self.slot_bytes + start * self._row_bytes
+
+    def rows_of(self, layer: int) -> tuple[int, int, int]:
+        """Return where a layer's rows stand: keys', values', and from a head to the next."""
+        page = layer * self._page_bytes
+        return page + self._keys_at, page + self._values_at, self._head_bytes
 
     def _is_plain(self, part: torch.Tensor) -> bool:
         """Return whether a part of a step can be copied row by row, byte by byte."""

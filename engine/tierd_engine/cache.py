@@ -73,6 +73,7 @@ class TierLayer(CacheLayerMixin):
         self.kv = kv
         self.layer = layer
         self.is_initialized = True
+        self.has_begun = False  # of the first layer: somebody began the step that comes
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the session's geometry is known."""
@@ -94,10 +95,11 @@ class TierLayer(CacheLayerMixin):
         if has_torch_function_unary(keys):
             handle_torch_function(self.take, (keys,), keys, values)
             return
-        if self.layer == 0:
+        if self.layer == 0 and not self.has_begun:
             if self.kv.step_tokens:
                 self.kv.cancel()
             self.kv.begin(keys.shape[2])
+        self.has_begun = False
         self.kv.append(self.layer, keys, values)
 
     def attend(

@@ -16,30 +16,20 @@ Invariants:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numba
-import numpy as np
 import torch
 
-from tierd_engine.attention.stretch import (
-    ADD,
-    MULTIPLY,
-    NORM,
-    OPERATOR,
-    PHASE,
-    ROTARY,
-    SILU,
-    Records,
-    stretch_address,
-)
-from tierd_engine.attention.team import run_team, workers_for
+from tierd_engine.attention.stretch import ADD, MULTIPLY, NORM, ROTARY, SILU
+from tierd_engine.cache import TierLayer
 from tierd_engine.fewnorms import FewRowsNorm
 from tierd_engine.fewrotary import are_one_token, is_ours
 from tierd_engine.fewrows import RowsLinear
-from tierd_engine.rowproduct import KINDS, RowProducts
+from tierd_engine.rowproduct import KINDS
+from tierd_engine.stretches import Stretch
+from tierd_engine.wholestep import Attended
 
 T = TypeVar("T")
 Node = Any  # a torch.fx.Node, whose arguments have all the types that there are
@@ -54,99 +44,43 @@ _METHODS = {"add": ADD, "__add__": ADD, "mul": MULTIPLY, "__mul__": MULTIPLY}
 _FUNCTIONS = {torch.add: ADD, torch.mul: MULTIPLY, torch.nn.functional.silu: SILU}
 
 
-class Stretch:
-    """A run of calls as one job. `inputs`: memory for what is copied in, in the order of a run."""
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A recording with its stretches as calls, the constants that it gained, and the stretches.
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._phases: list[_Phase] = []
-        self._inputs: list[torch.Tensor] = []
-        self._kept: list[object] = []
-        self._records: Records | None = None
-        self._workers = numba.get_num_threads()
+    `attended`: what stands between each of them and the next, if that is attention and nothing
+    else from the first of them on; else empty.
+    """
 
-    def take(self, example: torch.Tensor) -> torch.Tensor:
-        """Return memory for an input like `example`."""
-        self._inputs.append(torch.empty(example.shape, dtype=example.dtype))
-        return self._inputs[-1]
+    graph: torch.fx.Graph
+    constants: dict[str, torch.Tensor]
+    stretches: list[Stretch]
+    attended: list[Attended]
 
-    def multiply(self, linear: RowsLinear, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Add a product of a row x: beside the others of the same x."""
-        for phase in self._phases:
-            if phase.x is x and linear.is_like(phase.linears[0]):
+    def as_one(self, run: Callable[..., None]) -> torch.fx.Graph:
+        """Return the recording with one call in place of all from the first stretch on."""
+        graph = torch.fx.Graph()
+        nodes: dict[Node, Node] = {}
+        *calls, memory, own, output = self.graph.nodes
+        for node in calls:
+            if node.target == self.stretches[0].run:
+                graph.call_function(run, tuple(nodes[one] for one in node.args))
                 break
-        else:
-            phase = _Phase(x)
-            self._phases.append(phase)
-        phase.linears.append(linear)
-        phase.outs.append(out)
-
-    def operate(self, kind: int, tensors: Sequence[torch.Tensor], **fields: Any) -> None:
-        """Add an operator; `tensors`: what it reads, and last what it writes."""
-        if not self._phases:
-            self._phases.append(_Phase(None))
-        record = np.zeros(1, dtype=OPERATOR)
-        *read, out = tensors
-        named = dict(zip("abcd", read, strict=False)) | {"out": out}
-        for name, value in (("kind", kind), *fields.items()):
-            record[name] = value
-        for name, tensor in named.items():
-            record[name] = tensor.data_ptr()
-        self._phases[-1].operators.append(record)
-        self._kept.extend(tensors)
-
-    def end(self) -> None:
-        """Write everything down: it may run now."""
-        bound = [phase.bound(self._dtype, self._workers) for phase in self._phases]
-        self._kept.extend((bound, self._phases))
-        self._records = Records([record for record, _ in bound])
-        products = [products for _, products in bound if products is not None]
-        self._bytes = sum(one.weight_bytes for one in products)
-        self._reads = products[0].reads
-        self._work = stretch_address(KINDS[self._dtype])
-
-    def run(self, *values: torch.Tensor) -> None:
-        """Copy in the inputs and compute."""
-        assert self._records is not None
-        for memory, value in zip(self._inputs, values, strict=True):
-            memory.copy_(value)
-        workers = min(workers_for(self._bytes), self._workers)
-        self._records.begin(workers)
-        run_team(self._work, self._records.address, workers, self._reads)
+            nodes[node] = graph.node_copy(node, nodes.__getitem__)
+        for node in (memory, own, output):
+            nodes[node] = graph.node_copy(node, nodes.__getitem__)
+        return graph
 
 
-@dataclass(slots=True)
-class _Phase:
-    x: torch.Tensor | None
-    linears: list[RowsLinear] = field(default_factory=list)
-    outs: list[torch.Tensor] = field(default_factory=list)
-    operators: list[np.ndarray[Any, Any]] = field(default_factory=list)
-
-    def bound(self, dtype: torch.dtype, workers: int) -> tuple[Any, RowProducts | None]:
-        """Return the record [1] of PHASE, and the products that it points into."""
-        record = np.zeros(1, dtype=PHASE)
-        products = None
-        if self.x is not None:
-            products = RowProducts([linear.factor() for linear in self.linears], dtype)
-            record["work"], record["job"], record["claimed"] = products.bind(
-                self.x, self.outs, workers
-            )
-            record["claims"] = len(self.outs)
-        if self.operators:
-            self.operators[:] = [np.concatenate(self.operators)]
-            record["operators"] = self.operators[0].ctypes.data
-            record["count"] = len(self.operators[0])
-        return record, products
-
-
-def lowered(graph: torch.fx.Graph) -> tuple[torch.fx.Graph, dict[str, torch.Tensor]]:
-    """Return a recording with its stretches as calls, and the constants that it gained."""
+def lowered(graph: torch.fx.Graph) -> Lowered:
+    """Lower a recording. One with writes to tensors that are there stays as it is."""
     if any(map(_writes, graph.nodes)):
-        return graph, {}
+        return Lowered(graph, {}, [], [])
     lowering = _Lowering()
     for node in graph.nodes:
         lowering.add(node)
-    return lowering.graph, lowering.constants
+    attended = lowering.attended()
+    return Lowered(lowering.graph, lowering.constants, lowering.stretches, attended)
 
 
 def _writes(node: Node) -> bool:
@@ -169,6 +103,8 @@ class _Lowering:
         self.constants: dict[str, torch.Tensor] = {}
         self._nodes: dict[Node, Node] = {}  # of the recording: in the other one
         self._fixed: dict[Node, Any] = {}  # what stands at an address: a tensor, or a pair
+        self.stretches: list[Stretch] = []
+        self._between: list[list[Node]] = [[]]  # the calls before, between and behind stretches
         self._run: list[Node] = []
         self._dtype: torch.dtype | None = None  # of the run's operators
 
@@ -187,6 +123,7 @@ class _Lowering:
             if node.op == "output" and node.args[0] in self._fixed:
                 own = self.graph.call_method("clone", (self._node(node.args[0]),))
                 self.graph.output(own)
+                self._between[-1].append(node)
             else:
                 self._copy(node)
 
@@ -208,9 +145,36 @@ class _Lowering:
         for node in run:
             self._fixed[node] = _put(node, stretch, tensor)
         stretch.end()
+        self.stretches.append(stretch)
+        self._between.append([])
         self.graph.call_function(stretch.run, tuple(inputs))
 
+    def attended(self) -> list[Attended]:
+        """See Lowered."""
+        *inner, last = self._between[1:] or [[]]
+        if not inner or [node.op for node in last] != ["output"]:
+            return []
+        if any(len(stretch.inputs) != 1 for stretch in self.stretches[1:]):
+            return []
+        found = [self._attention(calls) for calls in inner]
+        return [one for one in found if one is not None] if None not in found else []
+
+    def _attention(self, calls: list[Node]) -> Attended | None:
+        """What two calls are that append to a layer and attend; None if they are others."""
+        layers = [_ours(node, TierLayer) for node in calls]
+        if len(calls) != 2 or layers[0] is None or layers[0] is not layers[1]:
+            return None
+        take, attend = calls
+        keys, values = take.args
+        query, scale = attend.args[0], attend.args[3]
+        parts: Any = [self._fixed.get(node) for node in (query, keys, values, attend)]
+        if any(part is None or not part.is_contiguous() for part in parts):
+            return None
+        q, k, v, o = parts
+        return Attended(layers[0].layer, q, k, v, o, scale)
+
     def _copy(self, node: Node) -> None:
+        self._between[-1].append(node)
         self._nodes[node] = self.graph.node_copy(node, self._node)
 
     def _node(self, node: Node) -> Node:

@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tierd_engine.cache import TierCache, cached_in
 from tierd_engine.lowering import EXAMPLE, lowered
+from tierd_engine.session import SessionKV
+from tierd_engine.wholestep import WholeStep
 
 RECORDINGS_MAX = 4  # of a model whose steps differ, before it is left alone
 
@@ -87,16 +89,6 @@ class Recorder(TorchFunctionMode):
             and len(self.graph.nodes) == len(other.graph.nodes)
             and all(map(_is_same_call, self.graph.nodes, other.graph.nodes))
         )
-
-    def compiled(self) -> Callable[..., Any]:
-        """Return the recording as a function of the inputs."""
-        graph, fixed = lowered(self.graph)
-        module = torch.fx.GraphModule({}, torch.fx.Graph())
-        for name, tensor in (self.constants | fixed).items():
-            setattr(module, name, tensor)
-        module.graph = graph
-        run: Callable[..., Any] = module.forward
-        return run
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> torch.fx.Node:
         args, kwargs = self._argument(tuple(args)), self._argument(kwargs)
@@ -178,6 +170,16 @@ def _tells(func: Any) -> bool:
     return func.__name__ in _METHODS
 
 
+def compiled(graph: torch.fx.Graph, constants: dict[str, torch.Tensor]) -> Callable[..., Any]:
+    """Return a recording as a function of its inputs. Raises RuntimeError: torch.fx cannot."""
+    module = torch.fx.GraphModule({}, torch.fx.Graph())
+    for name, tensor in constants.items():
+        setattr(module, name, tensor)
+    module.graph = graph
+    run: Callable[..., Any] = module.forward
+    return run
+
+
 def _is_same_call(a: torch.fx.Node, b: torch.fx.Node) -> bool:
     def arguments(node: torch.fx.Node) -> Any:
         return map_arg((node.args, node.kwargs), lambda one: one.name)  # names count the calls
@@ -193,9 +195,11 @@ class DecodeStep:
 
     def __init__(self, model: Any, cache: TierCache) -> None:
         self._model = model
-        self._kv = cache.kv
+        self._kv, self._first = cache.kv, cache.layers[0]
         self._arguments = {"use_cache": True, "logits_to_keep": 1, **cached_in(model, cache)}
         self._run: Callable[..., Any] | None = None
+        self._whole: WholeStep | None = None
+        self._run_whole: Callable[..., Any] | None = None
         self._before: Recorder | None = None
         self._left = RECORDINGS_MAX
         self.problem: str | None = None
@@ -212,7 +216,13 @@ class DecodeStep:
         """Return the logits [1, 1, vocab] for a token [1, 1]. In inference mode."""
         logits: torch.Tensor
         if self._run is not None:
-            logits = self._run(ids, ids.new_full((1, 1), self._kv.position))
+            positions, run = ids.new_full((1, 1), self._kv.position), self._run
+            if self._whole is not None and self._run_whole is not None:
+                if self._whole.begin():
+                    run = self._run_whole
+                else:
+                    self._first.has_begun = True
+            logits = run(ids, positions)
         elif self._left:
             logits = self._recorded(ids, ids.new_full((1, 1), self._kv.position))
         else:
@@ -236,11 +246,17 @@ class DecodeStep:
         return logits
 
     def _compile(self, recorder: Recorder) -> None:
+        found = lowered(recorder.graph)
+        constants = recorder.constants | found.constants
         try:
-            self._run = recorder.compiled()
+            self._run = compiled(found.graph, constants)
         except RuntimeError as error:  # of torch.fx: a function that it has no name for
             self._leave_alone(f"torch.fx: {error}")
+            return
         self._before = None
+        if found.attended and isinstance(self._kv, SessionKV):
+            self._whole = WholeStep(self._kv, found.stretches, found.attended)
+            self._run_whole = compiled(found.as_one(self._whole.run), constants)
 
     def _leave_alone(self, problem: str) -> None:
         self._left, self._before, self.problem = 0, None, problem

@@ -197,6 +197,10 @@ class SessionKV:
             done += count
         self._lengths[layer] = self.position + n
 
+    def appended(self) -> None:
+        """Take the step's K and V as written in every layer, by who ran all of them at once."""
+        self._lengths = [self.position + self.step_tokens] * self.geometry.layers
+
     def attend(
         self,
         layer: int,
@@ -221,13 +225,8 @@ class SessionKV:
         self._require_unreclaimed()
         expected = self.position + self.step_tokens
         assert all(length == expected for length in self._lengths), self._lengths
-        plan, counts = self._current_plan(), self.counts
-        counts.pages[Tier.HOT] += self.geometry.layers * len(plan.hot_blocks)
-        counts.pages[Tier.WARM] += plan.warm_pages
-        counts.pages[Tier.COLD] += plan.cold_pages
-        counts.step_rpcs += self.client.rpc_count - self._rpcs_at_begin
-        counts.cold_wait_seconds = self.reader.wait_seconds - counts.cold_wait_before
-        counts.steps += 1
+        rpcs = self.client.rpc_count - self._rpcs_at_begin
+        self.counts.add_step(self._current_plan(), rpcs, self.reader.wait_seconds)
         self.position = expected
         if self._appends_only:
             self._plan, self._appends_only = None, False  # its cold reads stopped half-way

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tierd.types import Tier
+from tierd_engine.attention.plan import StepPlan
 
 
 @dataclass(slots=True)
@@ -19,3 +20,12 @@ class StepCounts:
     pages: dict[Tier, int] = field(
         default_factory=lambda: {Tier.HOT: 0, Tier.WARM: 0, Tier.COLD: 0}
     )
+
+    def add_step(self, plan: StepPlan, rpcs: int, waited_seconds: float) -> None:
+        """Count a step that attended as `plan` says. `waited_seconds`: for cold pages, ever."""
+        self.pages[Tier.HOT] += len(plan.layers) * len(plan.hot_blocks)
+        self.pages[Tier.WARM] += plan.warm_pages
+        self.pages[Tier.COLD] += plan.cold_pages
+        self.step_rpcs += rpcs
+        self.cold_wait_seconds = waited_seconds - self.cold_wait_before
+        self.steps += 1

@@ -15,8 +15,9 @@ from tierd_engine.attention import stretch as stretches
 from tierd_engine.fewnorms import replace_norms
 from tierd_engine.fewrotary import _standing_for
 from tierd_engine.fewrows import FewRowsLinear, replace_linears
-from tierd_engine.lowering import Stretch
-from tierd_engine.recorded import Recorder
+from tierd_engine.lowering import lowered
+from tierd_engine.recorded import Recorder, compiled
+from tierd_engine.stretches import Stretch
 from tierd_engine.weightonly import Int8Linear
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 48, 4, 2, 16, 112
@@ -86,7 +87,9 @@ def recorded(model: Any, dtype: torch.dtype, attend: Attention = mix) -> Callabl
             result = model(x, cos, sin, attend)
         recorder.end(result)
         assert recorder.problem is None
-        return recorder.compiled()
+        found = lowered(recorder.graph)
+        assert not found.attended  # no session's layer is attended to
+        return compiled(found.graph, recorder.constants | found.constants)
 
 
 def ours(layers: int, dtype: torch.dtype, make: Any = FewRowsLinear) -> Decoder:
@@ -135,7 +138,7 @@ def test_products_of_the_same_rows_are_one_phase(monkeypatch: pytest.MonkeyPatch
 def test_only_what_comes_from_elsewhere_is_copied_in(monkeypatch: pytest.MonkeyPatch) -> None:
     found = made(monkeypatch)
     recorded(ours(3, torch.float32), torch.float32)
-    assert [len(one._inputs) for one in found] == [3, 1, 1, 1]  # x, cos, sin; what was attended
+    assert [len(one.inputs) for one in found] == [3, 1, 1, 1]  # x, cos, sin; what was attended
 
 
 def test_what_a_step_returned_stays_as_it_was() -> None:
@@ -242,4 +245,4 @@ def test_sessions_that_share_a_model_have_memory_of_their_own() -> None:
 
 def test_every_operator_has_a_test_of_its_numbers() -> None:
     kinds = {*lowering._METHODS.values(), *lowering._FUNCTIONS.values()}
-    assert kinds | {stretches.NORM, stretches.ROTARY} == set(range(5))
+    assert kinds | {stretches.NORM, stretches.ROTARY, stretches.WRITE} == set(range(6))

@@ -14,8 +14,9 @@ Buffers are made once; the decode path allocates nothing after warm-up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -161,6 +162,19 @@ class Executors:
             merged = self._add_moved(layer, q.float().view(out.shape).numpy(), call.parts, scale)
             out.copy_(torch.from_numpy(merged))
         return out if q.dtype == query.dtype else out.to(query.dtype)
+
+    def lone_calls(self, scales: Sequence[float], kind: int) -> Sequence[LayerCall] | None:
+        """Return each layer's call for the running step of one query, where it is all there is.
+
+        None where pages have to be brought first. kind: of queries, FLOAT32 or BFLOAT16.
+        """
+        for layer, scale in enumerate(scales):
+            call = self._calls[layer]
+            if call is None or call.scale != scale or call.kind != kind:
+                call = self._calls[layer] = self._make_call(layer, 1, scale, kind)
+            if not call.merges or call.brought is not None:
+                return None
+        return cast(list[LayerCall], self._calls)
 
     def _make_call(self, layer: int, n: int, scale: float, kind: int) -> LayerCall:
         """Return the call over what is attended where it lies, and over a lone cold unit."""

@@ -108,7 +108,7 @@ class LayerCall:
         self.parts = sum(len(segment.addresses) for segment in segments)
         segments = [segment for segment in segments if len(segment.addresses)]
         count, threads = len(segments), numba.get_num_threads()
-        self._bytes = sum(len(s.addresses) * s.layout.payload_bytes for s in segments)
+        self.size_bytes = sum(len(s.addresses) * s.layout.payload_bytes for s in segments)
         words = np.zeros((count + 1, _LINE_WORDS), dtype=np.int64)
         jobs = np.zeros(max(1, count), dtype=kernel.JOB)
         table = np.zeros((max(1, count), _PART_BYTES // 8), dtype=np.int64)
@@ -152,14 +152,22 @@ class LayerCall:
 
         Both contiguous, by address. Where it does not, out is not looked at.
         """
-        workers = min(workers_for(self._bytes), self._threads)
-        for at in self._queries_at:
-            _ADDRESS.pack_into(self._jobs_bytes, at, q_address)
-        _PER_RUN.pack_into(self._call_bytes, 0, out_address, workers)
+        workers = min(workers_for(self.size_bytes), self._threads)
+        self.bind(q_address, out_address, workers)
         if self._reads is None:
             run_team(self._work, self._address, 1)
         else:
             run_team(self._work, self._address, workers, self._reads)
+
+    def bind(self, q_address: int, out_address: int, workers: int) -> tuple[int, int]:
+        """Say where q and out are, and how many workers, at most those there are threads, run it.
+
+        Returns the addresses of the worker and of its job, for a caller that has them run.
+        """
+        for at in self._queries_at:
+            _ADDRESS.pack_into(self._jobs_bytes, at, q_address)
+        _PER_RUN.pack_into(self._call_bytes, 0, out_address, workers)
+        return self._work, self._address
 
 
 def _fill(job: Any, segment: Segment, o: Float32Array, lse: Float32Array, threads: int) -> None:

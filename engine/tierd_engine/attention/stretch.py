@@ -35,6 +35,7 @@ from tierd_engine.attention.simd import (
     divide,
     element_bytes,
     exp2,
+    load_int64,
     load_narrow,
     load_scalar,
     maximum,
@@ -44,15 +45,18 @@ from tierd_engine.attention.simd import (
     store,
     store_narrow,
     store_rounded,
+    store_scalar,
     subtract,
     zeros,
 )
 from tierd_engine.attention.team import call_work
 
-NORM, ROTARY, ADD, MULTIPLY, SILU = range(5)
+NORM, ROTARY, ADD, MULTIPLY, SILU, WRITE = range(6)
 _LOG2_E = 1.4426950408889634
 # Of an operator: `a`, `b`, `c`, `d` and `out` are addresses. NORM: rows of a, weight b. ROTARY:
-# queries a, keys b, cos c, sin d; `rows` heads, `more` KV heads. The others: `width` elements.
+# queries a, keys b, cos c, sin d; `rows` heads, `more` KV heads. WRITE: keys a and values b, `rows`
+# heads of `width` bytes, to addresses `more` bytes apart, from the address that stands at `out` on,
+# plus c or d. The others: `width` elements.
 OPERATOR = np.dtype(
     [(name, np.int64) for name in ("kind", "a", "b", "c", "d", "out", "rows", "more", "width")]
     + [("epsilon", np.float64)]
@@ -78,6 +82,10 @@ class Records:
         self._record = np.zeros(1, dtype=STRETCH)
         self._record[0] = 1, self._phases.ctypes.data, len(phases), arrived, done, scratch
         self.address = int(self._record.ctypes.data)
+
+    def replace(self, place: int, work: int, job: int) -> None:
+        """Have a phase without products run another job than it did."""
+        self._phases["work"][place], self._phases["job"][place] = work, job
 
     def begin(self, workers: int) -> None:
         """Make ready for a run by so many workers."""
@@ -121,11 +129,24 @@ def _elementwise(kind: Any, op: Any, scratch: Any) -> None:
 
 
 @step
+def _write(op: Any) -> None:
+    start = load_int64(op.out)
+    for head in range(op.rows):
+        for at in range(0, op.width, 4):
+            source = head * op.width + at
+            target = start + head * op.more + at
+            store_scalar(load_scalar(op.a + source), target + op.c)
+            store_scalar(load_scalar(op.b + source), target + op.d)
+
+
+@step
 def _operate(kind: Any, op: Any, scratch: Any) -> None:
     if op.kind == NORM:
         normalise(kind, op.a, op.b, op.out, op.rows, op.width, op.epsilon)
     elif op.kind == ROTARY:
         rotate_both(kind, op.a, op.b, op.c, op.d, op.out, op.rows, op.more, op.width)
+    elif op.kind == WRITE:
+        _write(op)
     else:
         _elementwise(kind, op, scratch)
 

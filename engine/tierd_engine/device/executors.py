@@ -205,6 +205,9 @@ class DeviceExecutors:
             torch.from_numpy(plan.hot_first).to(device),
         )  # fmt: skip
 
+    def lone_calls(self, scales: Sequence[float], kind: int) -> None:
+        """None: a device's pages are attended layer by layer."""
+
     def attend(
         self,
         layer: int,
