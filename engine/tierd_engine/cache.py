@@ -95,6 +95,12 @@ class TierLayer(CacheLayerMixin):
         if has_torch_function_unary(keys):
             handle_torch_function(self.take, (keys,), keys, values)
             return
+        geometry = self.kv.geometry
+        if (keys.shape[1], keys.shape[3]) != (geometry.kv_heads, geometry.head_dim):
+            raise UnsupportedModel(
+                f"the model gives {keys.shape[1]} KV heads of {keys.shape[3]}, and its config says "
+                f"{geometry.kv_heads} of {geometry.head_dim}"
+            )
         if self.layer == 0 and not self.has_begun:
             if self.kv.step_tokens:
                 self.kv.cancel()

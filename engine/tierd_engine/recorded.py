@@ -190,19 +190,21 @@ def _is_same_call(a: torch.fx.Node, b: torch.fx.Node) -> bool:
 class DecodeStep:
     """A model's step of one token over a TierCache: from its recording once there is one.
 
-    `problem`: why there is none, or will be none; None while that is open.
+    `problem`: why there is none; None where there is one. `recorded_steps`: how many ran from it,
+    and of these `whole_steps` as one job (wholestep.py).
     """
 
     def __init__(self, model: Any, cache: TierCache) -> None:
         self._model = model
-        self._kv, self._first = cache.kv, cache.layers[0]
+        self._kv, self._cache = cache.kv, cache
         self._arguments = {"use_cache": True, "logits_to_keep": 1, **cached_in(model, cache)}
         self._run: Callable[..., Any] | None = None
         self._whole: WholeStep | None = None
         self._run_whole: Callable[..., Any] | None = None
         self._before: Recorder | None = None
         self._left = RECORDINGS_MAX
-        self.problem: str | None = None
+        self.problem: str | None = "there were too few steps"
+        self.recorded_steps = self.whole_steps = 0
         call = getattr(type(model), "forward", type(model).__call__)
         if "position_ids" not in inspect.signature(call).parameters:
             self._leave_alone("it takes no position_ids")
@@ -220,8 +222,10 @@ class DecodeStep:
             if self._whole is not None and self._run_whole is not None:
                 if self._whole.begin():
                     run = self._run_whole
+                    self.whole_steps += 1
                 else:
-                    self._first.has_begun = True
+                    self._cache.layers[0].has_begun = True
+            self.recorded_steps += 1
             logits = run(ids, positions)
         elif self._left:
             logits = self._recorded(ids, ids.new_full((1, 1), self._kv.position))
@@ -253,7 +257,7 @@ class DecodeStep:
         except RuntimeError as error:  # of torch.fx: a function that it has no name for
             self._leave_alone(f"torch.fx: {error}")
             return
-        self._before = None
+        self._before = self.problem = None
         if found.attended and isinstance(self._kv, SessionKV):
             self._whole = WholeStep(self._kv, found.stretches, found.attended)
             self._run_whole = compiled(found.as_one(self._whole.run), constants)

@@ -2,8 +2,8 @@
 
 The dictionary is a versioned interface: a key keeps its meaning, new ones may
 come. `decode.rpc_per_step` counts calls made inside decode steps;
-`decode.demotion_rpcs` those made between steps, when a full block went down. `decode.recorded`: see
-recorded.py.
+`decode.demotion_rpcs` those made between steps, when a full block went down. For
+`decode.recorded_steps` and `decode.steps_as_one_job` see recorded.py and wholestep.py.
 `checks.damaged_or_lost_blocks` counts full blocks: of each loss the one that was found
 damaged or gone, and all after it, which are computed anew with it.
 A daemon that other jobs use too counts and holds for all of them: what is not this
@@ -132,7 +132,8 @@ def build_report(
             "rpc_per_step": counts.step_rpcs / steps,
             "demotion_rpcs": counts.room_rpcs,
             "cold_wait_seconds": counts.cold_wait_seconds,
-            "recorded": generator.decode_step.is_recorded,
+            "recorded_steps": generator.decode_step.recorded_steps,
+            "steps_as_one_job": generator.decode_step.whole_steps,
             "not_recorded_because": generator.decode_step.problem,
         },
         **_tier_sections(job, kv, stats),

@@ -84,7 +84,8 @@ class Stretch:
         """Copy in the inputs and compute."""
         assert self._records is not None
         self.fill(values)
-        workers = min(workers_for(self.weight_bytes), self.workers)
+        # A wait ends each phase: how much one holds says whether a second thread is worth it.
+        workers = min(workers_for(self.weight_bytes // len(self.phases)), self.workers)
         self._records.begin(workers)
         run_team(self.work, self._records.address, workers, self.reads)
 

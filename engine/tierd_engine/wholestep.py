@@ -47,7 +47,10 @@ class WholeStep:
         self._kv, self._first, self._attended = kv, stretches[0], attended
         self._kind = KINDS[attended[0].query.dtype]
         self._scales = [one.scale for one in attended]
-        self._bytes = sum(one.weight_bytes for one in stretches)
+        # Of a phase, as each ends with a wait for all: see Stretch.run.
+        self._phase_bytes = sum(one.weight_bytes for one in stretches) // sum(
+            len(one.phases) for one in stretches
+        )
         self._row = np.zeros(1, dtype=np.int64)  # where the step's token stands in layer 0's page
         self._writes = [self._write(one) for one in attended]
         phases, places = list(stretches[0].phases), []
@@ -87,7 +90,7 @@ class WholeStep:
         return True
 
     def _bind(self, calls: Sequence[LayerCall]) -> None:
-        workers = min(workers_for(self._bytes), self._first.workers)
+        workers = min(workers_for(self._phase_bytes), self._first.workers)
         for i, (call, one) in enumerate(zip(calls, self._attended, strict=True)):
             # Anew each step: a step that went layer by layer has bound it elsewhere.
             work, job = call.bind(one.query.data_ptr(), one.o.data_ptr(), workers)
