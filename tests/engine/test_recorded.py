@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import transformers as tf
 
 from tests.engine.support import TierRig, random_tokens, tiny_model
-from tierd.errors import PageMiss, StaleGeneration
+from tierd.errors import PageMiss, StaleGeneration, UnsupportedModel
 from tierd.types import CodecId, DType
 from tierd_engine import hf, recorded
 from tierd_engine.attention.executors import Executors
@@ -162,6 +163,30 @@ def test_a_model_that_takes_no_positions_is_called_as_it_is() -> None:
     tiny_one = tiny_model(3, "llama")
     with TierRig(tiny_one.shape, tiny_one.model, 60, 60, hot="60%", block_tokens=16) as rig:
         assert DecodeStep(Bare(), TierCache(rig.kv)).problem == "it takes no position_ids"
+
+
+def test_a_job_tells_how_its_steps_ran() -> None:
+    one = tiny_model(5, "llama")
+    apply_weights(one.model, Weights.AUTO)
+    with TierRig(one.shape, one.model, 60, 60, hot="60%", warm="100%", block_tokens=16) as rig:
+        step = rig.generator.decode_step
+        rig.generator.feed(random_tokens(40, 3))
+        told = []
+        for token in random_tokens(5, 4):
+            rig.generator.feed([token])
+            told.append((step.recorded_steps, step.whole_steps, step.problem))
+    why = "there were too few steps"
+    assert told == [(0, 0, why), (0, 0, None), (1, 1, None), (2, 2, None), (3, 3, None)]
+
+
+def test_a_model_that_gives_other_heads_than_its_config_is_refused_by_name() -> None:
+    one = tiny_model(5, "llama")
+    other = replace(one.shape, kv_heads=2 * one.shape.kv_heads, heads=2 * one.shape.heads)
+    with (
+        TierRig(other, one.model, 60, 60, hot="60%", block_tokens=16) as rig,
+        pytest.raises(UnsupportedModel, match=r"the model gives .* KV heads of .* its config says"),
+    ):
+        rig.generator.feed(random_tokens(40, 3))
 
 
 class Losing:
