@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tierd_engine.cache import TierCache, cached_in
 from tierd_engine.lowering import EXAMPLE, lowered
 from tierd_engine.session import SessionKV
-from tierd_engine.wholestep import WholeStep
+from tierd_engine.wholestep import WholeStep, fits
 
 RECORDINGS_MAX = 4  # of a model whose steps differ, before it is left alone
 
@@ -258,8 +258,9 @@ class DecodeStep:
             self._leave_alone(f"torch.fx: {error}")
             return
         self._before = self.problem = None
-        if found.attended and isinstance(self._kv, SessionKV):
-            self._whole = WholeStep(self._kv, found.stretches, found.attended)
+        kv = self._kv
+        if isinstance(kv, SessionKV) and fits(kv, found.stretches, found.attended):
+            self._whole = WholeStep(kv, found.stretches, found.attended)
             self._run_whole = compiled(found.as_one(self._whole.run), constants)
 
     def _leave_alone(self, problem: str) -> None:

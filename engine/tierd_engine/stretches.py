@@ -27,7 +27,7 @@ class Stretch:
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self._phases: list[_Phase] = []
         self.inputs: list[torch.Tensor] = []
         self._kept: list[object] = []
@@ -66,13 +66,13 @@ class Stretch:
 
     def end(self) -> None:
         """Write everything down: it may run now."""
-        bound = [phase.bound(self._dtype, self.workers) for phase in self._phases]
+        bound = [phase.bound(self.dtype, self.workers) for phase in self._phases]
         self._kept.extend((bound, self._phases))
         self.phases = [record for record, _ in bound]
         products = [products for _, products in bound if products is not None]
         self.weight_bytes = sum(one.weight_bytes for one in products)
         self.reads = products[0].reads
-        self.work = stretch_address(KINDS[self._dtype])
+        self.work = stretch_address(KINDS[self.dtype])
         self._records = Records(self.phases)
 
     def fill(self, values: Sequence[torch.Tensor]) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tierd_engine.arena import TORCH_DTYPES
 from tierd_engine.attention.layercall import LayerCall
 from tierd_engine.attention.stretch import OPERATOR, PHASE, WRITE, Records
 from tierd_engine.attention.team import run_team, workers_for
@@ -37,13 +38,25 @@ class Attended:
     scale: float
 
 
+def fits(kv: SessionKV, stretches: Sequence[Stretch], attended: Sequence[Attended]) -> bool:
+    """Whether these are a step of every layer in its order, all in the dtype of the hot tier.
+
+    One worker runs all phases, and keys and values are written to hot byte by byte.
+    """
+    dtypes = {one.dtype for one in stretches}
+    for one in attended:
+        dtypes |= {part.dtype for part in (one.query, one.keys, one.values, one.o)}
+    in_order = [one.layer for one in attended] == list(range(kv.geometry.layers))
+    return in_order and dtypes == {TORCH_DTYPES[kv.geometry.dtype]}
+
+
 class WholeStep:
     """Stretches, and what is attended between each of them and the next."""
 
     def __init__(
         self, kv: SessionKV, stretches: Sequence[Stretch], attended: Sequence[Attended]
     ) -> None:
-        assert [one.layer for one in attended] == list(range(kv.geometry.layers))
+        assert fits(kv, stretches, attended)
         self._kv, self._first, self._attended = kv, stretches[0], attended
         self._kind = KINDS[attended[0].query.dtype]
         self._scales = [one.scale for one in attended]

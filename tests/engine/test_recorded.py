@@ -20,8 +20,9 @@ from tierd_engine.cache import ATTENTION_NAME, TierCache
 from tierd_engine.lowering import Lowered
 from tierd_engine.recorded import RECORDINGS_MAX, DecodeStep, Recorder
 from tierd_engine.session import SessionKV
+from tierd_engine.stretches import Stretch
 from tierd_engine.weightonly import Weights, apply_weights
-from tierd_engine.wholestep import WholeStep
+from tierd_engine.wholestep import Attended, WholeStep, fits
 
 VOCABULARY = 251
 _SIZES: dict[str, Any] = {
@@ -330,3 +331,18 @@ def test_smollm2s_layers_are_one_job(dtype: torch.dtype, monkeypatch: pytest.Mon
                 rows.append(torch.stack([rig.generator.feed([t]) for t in random_tokens(40, 8)]))
             assert (runs.count > 30) == allowed
     assert torch.equal(*rows)
+
+
+def test_only_a_step_in_hots_dtype_and_every_layer_is_one_job() -> None:
+    one = tiny_model(5, "llama")
+    stretch, part = Stretch(torch.float32), torch.zeros(1)
+    layers = [Attended(i, part, part, part, part, 1.0) for i in range(one.shape.layers)]
+    with TierRig(one.shape, one.model, 60, 60, hot="60%", block_tokens=16) as rig:
+        assert fits(rig.kv, [stretch], layers)
+        assert not fits(rig.kv, [stretch], layers[:-1])
+        assert not fits(rig.kv, [stretch], layers[::-1])
+        assert not fits(rig.kv, [stretch, Stretch(torch.bfloat16)], layers)
+        for name in ("query", "keys", "values", "o"):
+            other = replace(layers[0], **{name: part.bfloat16()})
+            assert not fits(rig.kv, [stretch], [other, *layers[1:]])
+        assert not fits(rig.kv, [], [])

@@ -45,11 +45,11 @@ from tierd_engine.attention.simd import (
     store,
     store_narrow,
     store_rounded,
-    store_scalar,
     subtract,
     zeros,
 )
 from tierd_engine.attention.team import call_work
+from tierd_engine.attention.writing import copy_row
 
 NORM, ROTARY, ADD, MULTIPLY, SILU, WRITE = range(6)
 _LOG2_E = 1.4426950408889634
@@ -132,11 +132,9 @@ def _elementwise(kind: Any, op: Any, scratch: Any) -> None:
 def _write(op: Any) -> None:
     start = load_int64(op.out)
     for head in range(op.rows):
-        for at in range(0, op.width, 4):
-            source = head * op.width + at
-            target = start + head * op.more + at
-            store_scalar(load_scalar(op.a + source), target + op.c)
-            store_scalar(load_scalar(op.b + source), target + op.d)
+        source, target = head * op.width, start + head * op.more
+        copy_row(op.a + source, target + op.c, op.width)
+        copy_row(op.b + source, target + op.d, op.width)
 
 
 @step

@@ -22,7 +22,7 @@ _ARGUMENTS = 12
 
 
 @step
-def _copy(source: Any, target: Any, size: Any) -> None:
+def copy_row(source: Any, target: Any, size: Any) -> None:
     here, there = as_array(source, size, np.uint8), as_array(target, size, np.uint8)
     for i in range(size):
         there[i] = here[i]
@@ -37,8 +37,8 @@ def _write(
     for head in range(heads):
         for token in range(n):
             at = head * head_bytes + token * row_bytes
-            _copy(keys + head * keys_head + token * keys_token, key_row + at, row_bytes)
-            _copy(values + head * values_head + token * values_token, value_row + at, row_bytes)
+            copy_row(keys + head * keys_head + token * keys_token, key_row + at, row_bytes)
+            copy_row(values + head * values_head + token * values_token, value_row + at, row_bytes)
 
 
 @functools.cache

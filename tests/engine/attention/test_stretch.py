@@ -16,6 +16,7 @@ from tierd_engine.attention.stretch import (
     PHASE,
     ROTARY,
     SILU,
+    WRITE,
     Records,
     stretch_address,
 )
@@ -159,3 +160,20 @@ def test_phases_wait_for_what_they_need_and_repeat_bit_for_bit(
         outs["last"].fill_(float("nan"))
         run(phases, dtype, workers, times=4)
         assert torch.equal(outs["last"], found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [5, 64])
+def test_a_row_is_written_and_nothing_beside_it(dtype: torch.dtype, head_dim: int) -> None:
+    heads, tokens, at = 3, 4, 3
+    keys, values = (torch.randn(heads, head_dim).to(dtype) for _ in range(2))
+    page = torch.full((2, heads, tokens, head_dim), 7.0, dtype=dtype)
+    row = np.array([page.data_ptr() + at * page.stride(2) * page.element_size()])
+    record = operator(
+        WRITE, keys, values, page, rows=heads, width=head_dim * page.element_size(),
+        more=page.stride(1) * page.element_size(), d=page.stride(0) * page.element_size(),
+    )  # fmt: skip
+    record["out"] = row.ctypes.data
+    run([phase([record])], dtype)
+    assert torch.equal(page[0, :, at], keys) and torch.equal(page[1, :, at], values)
+    assert bool((page[:, :, :at] == 7).all())
