@@ -1,10 +1,13 @@
 """Cold pool: threads that read and check shares of cold units without the interpreter.
 
     the reader's thread                       the pool's threads, in compiled code
-    submit: entries into the queue, ──work──▶ take one: read its runs, check its pages
+    fill:   entries into the queue, ──work──▶ take one: read its runs, check its pages
             a token for each
-    wait:   until a chunk has none ◀──done──  the last of a chunk gives a token
+    wait:   until a chunk has none ◀────────  the last of a chunk wakes who sleeps on its word
             left
+
+A job of the team (attention/layercall.py) waits and gives back as the reader's thread does, in
+compiled code; then that thread stands still.
 
 Invariants:
   a chunk is submitted only after it was waited for, or skipped, to the end
@@ -14,10 +17,8 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import select
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,12 +42,19 @@ IntArray = npt.NDArray[np.int64]
 _SOURCES = (*KERNEL_SOURCES, *(Path(str(module.__file__)) for module in (xxh3, reading, header)))
 
 
+_WAIT_SECONDS = 0.1  # between two looks at the clock, and at what Python has to do meanwhile
+_NS_PER_SECOND = 10**9
+
+
 @functools.cache
-def _compiled() -> tuple[Compiled, Compiled, Compiled]:
-    two_words = (types.int64, types.int64)
-    serve = compile_cached(reading.serve, two_words, _SOURCES, nogil=True)
-    offer = compile_cached(reading.offer, (types.int64, *two_words), _SOURCES)
-    return serve, offer, compile_cached(reading.is_read, two_words, _SOURCES)
+def _compiled() -> tuple[Compiled, Compiled, Compiled, Compiled]:
+    word = types.int64
+    return (
+        compile_cached(reading.serve, (word, word), _SOURCES, nogil=True),
+        compile_cached(reading.fill, (word,), _SOURCES),
+        compile_cached(reading.release, (word,), _SOURCES),
+        compile_cached(reading.wait, (word, word, word), _SOURCES, nogil=True),
+    )
 
 
 def warm_up() -> None:
@@ -82,30 +90,25 @@ class ColdPool:
     """
 
     def __init__(self, threads: int, chunks_max: int, memory: object) -> None:
-        serve, offer, is_read = _compiled()
-        self._offer: Callable[[int, int, int], int] = offer.call
-        self._is_read: Callable[[int, int], int] = is_read.call
+        serve, fill, release, wait = _compiled()
+        self._fill: Callable[[int], bool] = fill.call
+        self._release: Callable[[int], bool] = release.call
+        self._wait: Callable[[int, int, int], int] = wait.call
         self._chunk_count = 0
         self._words = np.zeros(reading.WORDS, np.int64)
         self._chunks = np.zeros((chunks_max, reading.CHUNK_WORDS), np.int64)
         self._pid = os.getpid()
-        # A pipe wakes one of those who wait for a token; an eventfd wakes all of them.
+        # A pipe wakes one of those who wait for a token.
         self._work_fd, self._tokens_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._tokens_fd, False)
-        try:
-            self._done_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        except OSError:
-            os.close(self._work_fd)
-            os.close(self._tokens_fd)
-            raise
-        self._poll = select.poll()
-        self._poll.register(self._done_fd, select.POLLIN)
-        self._words[[reading.WORK, reading.DONE, reading.ONE]] = self._work_fd, self._done_fd, 1
+        self._words[[reading.WORK, reading.TOKENS]] = self._work_fd, self._tokens_fd
+        self._zeros = np.zeros(reading.TOKENS_MAX * TOKEN_BYTES, np.uint8)
+        self._words[reading.ZEROS] = self._zeros.ctypes.data
         self._words[reading.CHUNKS] = self._chunks.ctypes.data
-        self._address = int(self._words.ctypes.data)
+        self.address = int(self._words.ctypes.data)
         self._table: list[IntArray] = []
         # Each thread holds all that it may touch, should it outlive the pool in a dead disk.
-        held = (self._words, self._chunks, self._table, memory)
+        held = (self._words, self._chunks, self._table, self._zeros, memory)
         try:
             self._threads = (
                 start_threads(lambda: _serve(serve, self._words, held), threads, "tierd-cold")
@@ -116,10 +119,18 @@ class ColdPool:
             self._close_fds()
             raise
 
-    def set_table(self, units: Sequence[Sequence[Sequence[Run]]], addresses: Sequence[int]) -> None:
+    def set_table(
+        self,
+        units: Sequence[Sequence[Sequence[Run]]],
+        addresses: Sequence[int],
+        ahead: int,
+        refill: int,
+        limit_seconds: float,
+    ) -> None:
         """Set a schedule: what its units consist of, shares of runs, and where the chunks are.
 
-        At least one unit and chunk. Nothing may be under way.
+        At least one unit and chunk. Nothing may be under way. Up to `ahead` numbers are begun
+        before they are given back, `refill` together. A job waits for a unit for `limit_seconds`.
         """
         self._chunk_count = len(addresses)
         assert not self._chunks[:, 0].any(), "shares of the last table are under way"
@@ -159,28 +170,57 @@ class ColdPool:
             len(units), len(addresses)
         )  # fmt: skip
         self._words[reading.QUEUE_MASK] = len(queue) - 1
+        self._words[[reading.AHEAD, reading.REFILL]] = ahead, refill
+        self._words[[reading.ISSUED, reading.RELEASED, reading.FAILED]] = 0
+        self._words[reading.LIMIT_NS] = int(limit_seconds * _NS_PER_SECOND)
 
-    def submit(self, first: int, end: int) -> None:
-        """Begin to read the schedule's numbers `first` to `end`."""
-        shares = self._offer(self._address, first, end)
-        assert shares >= 0, "the chunk is being read into"
-        self._wake(shares)
+    @property
+    def issued(self) -> int:
+        """How many of the schedule's numbers were begun."""
+        return int(self._words[reading.ISSUED])
+
+    @property
+    def stop_address(self) -> int:
+        """The address of a word that is not 0 once `has_failed`."""
+        return self.address + 8 * reading.FAILED
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a job found a unit unsound or late; a new schedule forgets it."""
+        return bool(self._words[reading.FAILED])
+
+    def waited_seconds(self) -> float:
+        """Return how long jobs waited for units since this was last asked."""
+        seconds = int(self._words[reading.WAITED_NS]) / _NS_PER_SECOND
+        self._words[reading.WAITED_NS] = 0
+        return seconds
+
+    def fill(self) -> None:
+        """Begin to read the schedule's units, as far ahead as there are chunks."""
+        is_begun = self._fill(self.address)
+        assert is_begun, "the chunk is being read into"
+
+    def release(self) -> None:
+        """Let the chunk of the oldest taken unit be filled again, now or with the next."""
+        is_begun = self._release(self.address)
+        assert is_begun, "the chunk is being read into"
 
     def has_read(self, number: int) -> bool:
         """Return whether a number's unit is there, and right, without waiting for it."""
-        return self._is_read(self._address, number) > 0
+        return self._wait(self.address, number, 0) > 0
 
     def wait(self, number: int, seconds_left: Callable[[], float]) -> bool:
         """Return whether a number's unit has been read and all its pages are right.
 
         Raises TimeoutError when `seconds_left` comes to 0.
         """
-        while not (found := self._is_read(self._address, number)):
+        found = self._wait(self.address, number, 0)
+        while not found:
             left = seconds_left()
             if left <= 0:
                 raise TimeoutError
-            if self._poll.poll(left * 1000):
-                os.eventfd_read(self._done_fd)
+            limit_ns = int(min(left, _WAIT_SECONDS) * _NS_PER_SECOND)
+            found = self._wait(self.address, number, limit_ns)
         return found > 0
 
     def skip(self, seconds_left: Callable[[], float]) -> None:
@@ -209,12 +249,13 @@ class ColdPool:
             self._close_fds()
 
     def _wake(self, threads: int) -> None:
-        # A full pipe has thousands of tokens, far more than there can be shares to take.
-        with contextlib.suppress(BlockingIOError):
+        try:
             os.write(self._tokens_fd, bytes(TOKEN_BYTES * threads))
+        except BlockingIOError:
+            return  # a full pipe has thousands of tokens, far more than there can be shares
 
     def _close_fds(self) -> None:
-        for fd in (self._work_fd, self._tokens_fd, self._done_fd):
+        for fd in (self._work_fd, self._tokens_fd):
             os.close(fd)
 
     def check_integrity(self) -> None:
@@ -226,7 +267,7 @@ class ColdPool:
         assert tail - taken <= left, f"{taken=} {tail=} {left=}"
 
 
-_JOIN_SECONDS = 1.0  # what hangs longer is left to its thread, and its three fds with it
+_JOIN_SECONDS = 1.0  # what hangs longer is left to its thread, and its two fds with it
 
 
 def _serve(serve: Compiled, words: IntArray, held: Any) -> None:

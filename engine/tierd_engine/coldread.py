@@ -204,7 +204,10 @@ class ColdReader:
                 return False
         table = zip(units, self._shares, strict=True)
         addresses = [self._address(chunk) for chunk in range(self._chunks)]
-        self._pool.set_table([unit.pool_shares(shares) for unit, shares in table], addresses)
+        self._pool.set_table(
+            [unit.pool_shares(shares) for unit, shares in table], addresses,
+            min(self._chunks, len(units)), self._refill(len(units)), READ_DEADLINE_SECONDS,
+        )  # fmt: skip
         return True
 
     def take(self) -> npt.NDArray[np.int64]:
@@ -215,13 +218,49 @@ class ColdReader:
         """
         number = self._taken_count
         index, chunk = number % len(self._units), number % self._chunks
-        futures = self._issued.popleft()
+        futures = () if self._is_pooled else self._issued.popleft()
         if not (self._is_pooled and self._pool_has_read(number)):
             self._wait_for(self._units[index], chunk, futures)
         self._taken_count += 1
         self.pages_read += len(self._units[index].pages)
         self.bytes_read += self._unit_bytes[index]
         return self._payloads[index] + self._address(chunk)
+
+    # -- a job of the team that takes units by itself ---------------------------------
+    def pool_for_job(self) -> ColdPool | None:
+        """Return what such a job waits at and gives back to; None where it cannot.
+
+        It takes the next units from `next_number` on, then `taken_by_job` is called.
+        """
+        return self._pool if self._is_pooled else None
+
+    @property
+    def next_number(self) -> int:
+        """The schedule's number of the unit that is taken next."""
+        return self._taken_count
+
+    def addresses_of(self, number: int) -> npt.NDArray[np.int64]:
+        """Return where a number's payloads will be, once it is there."""
+        payloads = self._payloads[number % len(self._units)]
+        return payloads + self._address(number % self._chunks)
+
+    def taken_by_job(self, units: int) -> bool:
+        """Count so many units as taken and released; return whether all of them were sound.
+
+        If not, the reader needs a new schedule.
+        """
+        assert self._pool is not None
+        self.wait_seconds += self._pool.waited_seconds()
+        if self._pool.has_failed:
+            return False
+        for number in range(self._taken_count, self._taken_count + units):
+            index = number % len(self._units)
+            self.pages_read += len(self._units[index].pages)
+            self.bytes_read += self._unit_bytes[index]
+        self._taken_count += units
+        self._released_count += units
+        self._issued_count = self._pool.issued
+        return True
 
     def _wait_for(self, unit: ColdUnit, chunk: int, futures: Sequence[Future[None]]) -> None:
         """Wait for the unit that is taken next, and read it again if the pool could not."""
@@ -281,8 +320,13 @@ class ColdReader:
         """Let the chunk of the last taken unit be filled again, now or together with the next."""
         self._released_count += 1
         assert self._released_count == self._taken_count, "one unit is in use at a time"
+        if self._is_pooled:
+            assert self._pool is not None
+            self._pool.release()
+            self._issued_count = self._pool.issued
+            return
         ahead = self._issued_count - self._released_count
-        if ahead <= self._ahead_max - max(1, self._ahead_max // FILLS):
+        if ahead <= self._ahead_max - self._refill(len(self._units)):
             self._fill()
 
     @property
@@ -290,14 +334,17 @@ class ColdReader:
         """Never further than one whole cycle: a short schedule is read once a step."""
         return min(self._chunks, len(self._units))
 
+    def _refill(self, units: int) -> int:
+        """How many of so many units are begun together."""
+        return max(1, min(self._chunks, units) // FILLS)
+
     def _fill(self) -> None:
         first, end = self._issued_count, self._released_count + self._ahead_max
         if first >= end:
             return
         if self._is_pooled:
             assert self._pool is not None
-            self._pool.submit(first, end)
-            self._issued.extend([()] * (end - first))
+            self._pool.fill()
         else:
             for number in range(first, end):
                 index, chunk = number % len(self._units), number % self._chunks
@@ -375,7 +422,8 @@ class ColdReader:
         issued, taken, released = self._issued_count, self._taken_count, self._released_count
         assert released <= taken <= released + 1, f"{released=} {taken=}"
         assert issued - released <= self._chunks, f"{issued=} {released=}"
-        assert len(self._issued) == issued - taken, f"{len(self._issued)=} {issued=} {taken=}"
+        futures = 0 if self._is_pooled else issued - taken
+        assert len(self._issued) == futures, f"{len(self._issued)=} {issued=} {taken=}"
         if self._pool is not None:
             self._pool.check_integrity()
 

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tierd_engine.cache import TierCache, cached_in
 from tierd_engine.lowering import EXAMPLE, lowered
 from tierd_engine.session import SessionKV
-from tierd_engine.wholestep import WholeStep, fits
+from tierd_engine.wholestep import UnfinishedStep, WholeStep, fits
 
 RECORDINGS_MAX = 4  # of a model whose steps differ, before it is left alone
 
@@ -226,7 +226,12 @@ class DecodeStep:
                 else:
                     self._cache.layers[0].has_begun = True
             self.recorded_steps += 1
-            logits = run(ids, positions)
+            try:
+                logits = run(ids, positions)
+            except UnfinishedStep:
+                self._kv.cancel()
+                self.whole_steps -= 1
+                logits = self._run(ids, positions)
         elif self._left:
             logits = self._recorded(ids, ids.new_full((1, 1), self._kv.position))
         else:

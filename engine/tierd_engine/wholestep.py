@@ -1,8 +1,10 @@
-"""A whole decode step as one job of the team, where no page has to be brought for it.
+"""A whole decode step as one job of the team.
 
 Stretches (stretches.py) and each layer's attention (attention/layercall.py) follow one another
 without a line of Python between. Between them stands the write of the token's keys and values to
-the hot tier. Where pages are cold, or are to be copied first, a step goes layer by layer instead.
+the hot tier. A layer's cold pages are waited for where they are attended; they are read ahead, and
+their chunks given back, by the same code. Where pages are to be copied first, or a layer's cold
+pages are more than a unit, a step goes layer by layer instead.
 
 Invariants:
   a layer's keys and values are written before it is attended to
@@ -50,6 +52,10 @@ def fits(kv: SessionKV, stretches: Sequence[Stretch], attended: Sequence[Attende
     return in_order and dtypes == {TORCH_DTYPES[kv.geometry.dtype]}
 
 
+class UnfinishedStep(Exception):
+    """A cold page did not come, or not as it should be. Layer by layer it is found out which."""
+
+
 class WholeStep:
     """Stretches, and what is attended between each of them and the next."""
 
@@ -78,6 +84,7 @@ class WholeStep:
         self._kept = stretches
         self._bound: list[LayerCall | None] = [None] * len(attended)
         self._workers = 0
+        self._cold_units = 0  # of the step that was begun
 
     def _write(self, one: Attended) -> np.ndarray[tuple[int], np.dtype[np.void]]:
         keys, values, head_bytes = self._kv.arena.rows_of(one.layer)
@@ -104,18 +111,34 @@ class WholeStep:
 
     def _bind(self, calls: Sequence[LayerCall]) -> None:
         workers = min(workers_for(self._phase_bytes), self._first.workers)
+        reader = self._kv.reader
+        pool = reader.pool_for_job()
+        first = number = reader.next_number
         for i, (call, one) in enumerate(zip(calls, self._attended, strict=True)):
             # Anew each step: a step that went layer by layer has bound it elsewhere.
-            work, job = call.bind(one.query.data_ptr(), one.o.data_ptr(), workers)
+            place = one.query.data_ptr(), one.o.data_ptr(), workers
+            if call.brought is None or pool is None:
+                work, job = call.bind(*place)
+            else:
+                call.brought[:] = reader.addresses_of(number)
+                work, job = call.bind(*place, pool.address, number)
+                number += 1
             if call is not self._bound[i]:
                 self._records.replace(self._places[i], work, job)
                 self._bound[i] = call
-        self._workers = workers
+        self._workers, self._cold_units = workers, number - first
 
     def run(self, *values: torch.Tensor) -> None:
-        """Run the step that was begun, and end it. `values`: what the first stretch takes in."""
+        """Run the step that was begun, and end it. `values`: what the first stretch takes in.
+
+        Raises UnfinishedStep: the session's step then is to be cancelled.
+        """
         self._first.fill(values)
-        self._records.begin(self._workers)
+        reader, units = self._kv.reader, self._cold_units
+        pool = reader.pool_for_job() if units else None
+        self._records.begin(self._workers, pool.stop_address if pool is not None else 0)
         run_team(self._first.work, self._records.address, self._workers, self._first.reads)
+        if units and not reader.taken_by_job(units):
+            raise UnfinishedStep
         self._kv.appended()
         self._kv.finish()

@@ -254,7 +254,7 @@ def test_a_forked_child_that_closes_the_reader_leaves_the_parents_threads(file, 
         assert taken(reader) == payloads(file, first, first + 1, first + 2)
 
 
-@pytest.mark.parametrize("what", ["eventfd", "thread"])
+@pytest.mark.parametrize("what", ["pipe", "thread"])
 def test_where_no_pool_can_be_made_python_reads_and_nothing_leaks(
     file, reader, monkeypatch, what
 ) -> None:
@@ -264,7 +264,7 @@ def test_where_no_pool_can_be_made_python_reads_and_nothing_leaks(
         def call(*args: Any, **options: Any) -> Any:
             made.append(1)
             if len(made) == 1:
-                raise OSError(24, "no more") if what == "eventfd" else RuntimeError("no more")
+                raise OSError(24, "no more") if what == "pipe" else RuntimeError("no more")
             return real(*args, **options)
 
         return call
@@ -272,8 +272,8 @@ def test_where_no_pool_can_be_made_python_reads_and_nothing_leaks(
     fds, threads = len(os.listdir("/proc/self/fd")), set(threading.enumerate())
     with monkeypatch.context() as patch:
         patch.setattr(coldread.ColdReader, "_fill", lambda reader: None)
-        if what == "eventfd":
-            patch.setattr(os, "eventfd", fails(os.eventfd))
+        if what == "pipe":
+            patch.setattr(os, "pipe2", fails(os.pipe2))
         else:
             patch.setattr(threading.Thread, "start", fails(threading.Thread.start))
         reader.set_schedule(file.cold_units())

@@ -1,7 +1,9 @@
-"""What threads of a team need to meet, as intrinsics: ordered words, a pause, tokens to sleep on.
+"""What threads of a team need to meet, as intrinsics: ordered words, a pause, ways to sleep.
 
 A word is an int64 at an absolute, 8-byte aligned address. All are sequentially
 consistent. Every function is callable only from compiled code.
+
+To sleep on a word is Linux's futex(2), on the word's low half: who changes it wakes the sleepers.
 """
 
 from __future__ import annotations
@@ -11,16 +13,31 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tierd_engine.attention.compiling import inlined, step
 from tierd_engine.attention.simd import pointer_to
 
 _I64 = ir.IntType(64)
+_I32 = ir.IntType(32)
 _BYTES = ir.IntType(8).as_pointer()
 TOKEN_BYTES = 8  # as an eventfd has it
+_MONOTONIC = 1  # clock_gettime(2)
+_FUTEX = {"x86_64": 202, "aarch64": 98}  # the number of the system call
+_FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
+_ALL = 2**31 - 1
+_NS_PER_SECOND = 10**9
 # Intrinsics, as inline assembly needs a parser that not every host has.
 _PAUSES = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint", [1])}
+
+
+def _libc(builder: Any, name: str, result: Any, arguments: Any, *, var_arg: bool = False) -> Any:
+    function = builder.module.globals.get(name)
+    if function is None:
+        kind = ir.FunctionType(result, arguments, var_arg=var_arg)
+        function = ir.Function(builder.module, kind, name=name)
+    return function
 
 
 @intrinsic
@@ -79,49 +96,27 @@ def pause(typingctx: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if platform.machine() in _PAUSES:
             name, numbers = _PAUSES[platform.machine()]
-            kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32)] * len(numbers))
-            function = builder.module.globals.get(name)
-            if function is None:
-                function = ir.Function(builder.module, kind, name=name)
-            builder.call(function, [ir.Constant(ir.IntType(32), number) for number in numbers])
+            function = _libc(builder, name, ir.VoidType(), [_I32] * len(numbers))
+            builder.call(function, [ir.Constant(_I32, number) for number in numbers])
         return context.get_dummy_value()
 
     return types.void(), codegen
 
 
-@intrinsic
-def yield_core(typingctx: Any) -> Any:
-    """Let another thread that is ready have this one's core."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        function = builder.module.globals.get("sched_yield")
-        if function is None:
-            kind = ir.FunctionType(ir.IntType(32), [])
-            function = ir.Function(builder.module, kind, name="sched_yield")
-        builder.call(function, [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
-def _move_token(name: str) -> Any:
+def _move_bytes(name: str) -> Any:
     @intrinsic
-    def move(typingctx: Any, fd: Any, token: Any) -> Any:
+    def move(typingctx: Any, fd: Any, address: Any, size_bytes: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            kind = ir.FunctionType(_I64, [ir.IntType(32), _BYTES, _I64])
-            function = builder.module.globals.get(name)
-            if function is None:
-                function = ir.Function(builder.module, kind, name=name)
-            fd = builder.trunc(args[0], ir.IntType(32))
+            function = _libc(builder, name, _I64, [_I32, _BYTES, _I64])
             data = builder.inttoptr(args[1], _BYTES)
-            return builder.call(function, [fd, data, ir.Constant(_I64, TOKEN_BYTES)])
+            return builder.call(function, [builder.trunc(args[0], _I32), data, args[2]])
 
-        return types.int64(types.int64, types.int64), codegen
+        return types.int64(types.int64, types.int64, types.int64), codegen
 
     return move
 
 
-_read, _write = _move_token("read"), _move_token("write")  # of the C library
+_read, write_bytes = _move_bytes("read"), _move_bytes("write")  # of the C library
 
 
 @step
@@ -130,14 +125,14 @@ def take_token(fd: Any, token: Any) -> None:
 
     `token`: 8 bytes to use.
     """
-    while _read(fd, token) != TOKEN_BYTES:  # a signal came
+    while _read(fd, token, TOKEN_BYTES) != TOKEN_BYTES:  # a signal came
         pass
 
 
 @step
 def give_token(fd: Any, token: Any) -> None:
     """Put a token into the eventfd `fd`. `token`: the address of an int64 1."""
-    while _write(fd, token) != TOKEN_BYTES:
+    while write_bytes(fd, token, TOKEN_BYTES) != TOKEN_BYTES:
         pass
 
 
@@ -149,3 +144,73 @@ def wait_awake(address: Any, value: Any, spins: Any) -> Any:
             return True
         pause()
     return load_word(address) != value
+
+
+def _futex(builder: Any, address: Any, operation: int, value: Any, timeout: Any) -> None:
+    call = _libc(builder, "syscall", _I64, [_I64], var_arg=True)
+    number = ir.Constant(_I64, _FUTEX[platform.machine()])
+    # As words, whatever the kernel takes of them: so a variadic function is given registers whole.
+    builder.call(call, [number, address, ir.Constant(_I64, operation), value, timeout])
+
+
+@intrinsic
+def now_ns(typingctx: Any) -> Any:
+    """Nanoseconds of a clock that only rises."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pair = cgutils.alloca_once(builder, _I64, size=2)
+        call = _libc(builder, "clock_gettime", _I32, [_I32, _I64.as_pointer()])
+        builder.call(call, [ir.Constant(_I32, _MONOTONIC), pair])
+        seconds = builder.load(pair)
+        rest = builder.load(builder.gep(pair, [ir.Constant(_I32, 1)]))
+        return builder.add(builder.mul(seconds, ir.Constant(_I64, _NS_PER_SECOND)), rest)
+
+    return types.int64(), codegen
+
+
+@intrinsic
+def sleep_on(typingctx: Any, address: Any, value: Any, seconds: Any, rest_ns: Any) -> Any:
+    """Sleep while the word at `address` has the low half of `value`: until `wake_sleepers`, a
+    signal, or so many seconds and nanoseconds have gone by."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address, value, seconds, rest = args
+        pair = cgutils.alloca_once(builder, _I64, size=2)
+        builder.store(seconds, pair)
+        builder.store(rest, builder.gep(pair, [ir.Constant(_I32, 1)]))
+        timeout = builder.ptrtoint(pair, _I64)
+        _futex(builder, address, _FUTEX_WAIT_PRIVATE, value, timeout)
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 4), codegen
+
+
+@intrinsic
+def wake_sleepers(typingctx: Any, address: Any) -> Any:
+    """Wake all who sleep on the word at `address`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        everybody = ir.Constant(_I64, _ALL)
+        _futex(builder, args[0], _FUTEX_WAKE_PRIVATE, everybody, ir.Constant(_I64, 0))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@step
+def sleep_while(address: Any, value: Any, sleepers: Any, until_ns: Any) -> Any:
+    """Sleep while the word at `address` is `value`, until `now_ns` is `until_ns`; return the word.
+
+    `sleepers`: the address of a word that is not 0 while somebody may sleep. Who changes the word
+    at `address` looks there after it, and wakes them.
+    """
+    add_word(sleepers, 1)
+    word = load_word(address)
+    while word == value:
+        left = until_ns - now_ns()
+        if left <= 0:
+            break
+        sleep_on(address, value, left // _NS_PER_SECOND, left % _NS_PER_SECOND)
+        word = load_word(address)
+    add_word(sleepers, -1)
+    return word

@@ -16,7 +16,7 @@ KERNEL_SOURCES = (
     *SHARED_SOURCES,
     *(_HERE / name for name in (
         "atomics.py", "compiling.py", "fourbit.py", "kernel.py", "layercall.py", "merging.py",
-        "product.py", "rmsnorm.py", "rotary.py",
+        "product.py", "reading.py", "rmsnorm.py", "rotary.py",
         "simd.py", "stretch.py", "team.py", "tile.py", "works.py", "writing.py",
     )),
 )  # fmt: skip

@@ -166,13 +166,16 @@ class Executors:
     def lone_calls(self, scales: Sequence[float], kind: int) -> Sequence[LayerCall] | None:
         """Return each layer's call for the running step of one query, where it is all there is.
 
-        None where pages have to be brought first. kind: of queries, FLOAT32 or BFLOAT16.
+        Of cold pages a call has one unit at most, and those are the reader's next ones. None
+        where more has to be brought. kind: of queries, FLOAT32 or BFLOAT16.
         """
         for layer, scale in enumerate(scales):
             call = self._calls[layer]
             if call is None or call.scale != scale or call.kind != kind:
                 call = self._calls[layer] = self._make_call(layer, 1, scale, kind)
-            if not call.merges or call.brought is not None:
+            if not call.merges:
+                return None
+            if call.brought is not None and self.reader.pool_for_job() is None:
                 return None
         return cast(list[LayerCall], self._calls)
 

@@ -5,7 +5,8 @@ them. So all of a call that a step does not change is written down once a plan, 
 says only where q stands and where the answer goes.
 
 A worker that is done with the pages of one layout goes on to the next without waiting for the
-others. The last one to end merges, in index order, and makes the call ready to run again.
+others. The last one to end merges, in index order, and makes the call ready to run again. Cold
+pages come last: in a job that takes them by itself (attention/reading.py), all wait for them there.
 
 Invariants:
   between runs every claimed word and the count of ended workers is 0
@@ -32,6 +33,7 @@ from tierd_engine.attention import kernel
 from tierd_engine.attention.atomics import add_word, store_word
 from tierd_engine.attention.compiling import compile_cached
 from tierd_engine.attention.merging import MERGE_SCRATCH_BYTES, merge_rows
+from tierd_engine.attention.reading import arrives, gives_back
 from tierd_engine.attention.simd import (
     ConstType,
     element_bytes,
@@ -48,12 +50,12 @@ Float32Array = npt.NDArray[np.float32]
 _LINE_WORDS = CACHE_LINE_BYTES // 8
 _PART_BYTES = 24  # of `segments`: a worker's address, its job's, its claimed word's
 _FIELDS = (
-    "out", "workers", "segments", "count", "ended", "o", "lse", "merged", "merged_lse", "scratch",
+    "out", "workers", "pool", "number", "segments", "count", "ended", "o", "lse", "merged", "merged_lse", "scratch",
     "parts", "rows", "head_dim",
 )  # fmt: skip
 _CALL = np.dtype([(name, np.int64) for name in _FIELDS])
 _Q_OFFSET = 8 * kernel.CALL_FIELDS.index("q")
-_ADDRESS, _PER_RUN = struct.Struct("=q"), struct.Struct("=2q")  # a call's first two fields
+_ADDRESS, _PER_RUN = struct.Struct("=q"), struct.Struct("=4q")  # a call's first fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class LayerCall:
         merged_lse = np.empty((n, heads), dtype=np.float32)
         self._call = np.zeros(1, dtype=_CALL)
         self._call[0] = (
-            0, 0, table.ctypes.data, count, words[count].ctypes.data, o.ctypes.data,
+            0, 0, 0, 0, table.ctypes.data, count, words[count].ctypes.data, o.ctypes.data,
             lse.ctypes.data, merged.ctypes.data, merged_lse.ctypes.data,
             start + threads * worker_bytes, self.parts if merges else -1, n * heads, o.shape[-1],
         )  # fmt: skip
@@ -159,14 +161,18 @@ class LayerCall:
         else:
             run_team(self._work, self._address, workers, self._reads)
 
-    def bind(self, q_address: int, out_address: int, workers: int) -> tuple[int, int]:
+    def bind(
+        self, q_address: int, out_address: int, workers: int, pool: int = 0, number: int = 0
+    ) -> tuple[int, int]:
         """Say where q and out are, and how many workers, at most those there are threads, run it.
 
-        Returns the addresses of the worker and of its job, for a caller that has them run.
+        `pool`: the address of a cold pool's words, whose unit `number` stands at `brought` once it
+        is there, and is given back. 0: it is there. Returns the addresses of the worker and of its
+        job, for a caller that has them run.
         """
         for at in self._queries_at:
             _ADDRESS.pack_into(self._jobs_bytes, at, q_address)
-        _PER_RUN.pack_into(self._call_bytes, 0, out_address, workers)
+        _PER_RUN.pack_into(self._call_bytes, 0, out_address, workers, pool, number)
         return self._work, self._address
 
 
@@ -193,6 +199,8 @@ def _fill(job: Any, segment: Segment, o: Float32Array, lse: Float32Array, thread
 def _work(kind: Any, _b: Any, _c: Any, call_address: Any, index: Any) -> None:
     call = as_array(call_address, 1, _CALL)[0]
     for i in range(call.count):
+        if call.pool != 0 and i + 1 == call.count and not arrives(call.pool, call.number, index):
+            break
         at = call.segments + _PART_BYTES * i
         call_work(load_int64(at), load_int64(at + 8), index)
     if add_word(call.ended, 1) + 1 < call.workers:
@@ -200,6 +208,8 @@ def _work(kind: Any, _b: Any, _c: Any, call_address: Any, index: Any) -> None:
     store_word(call.ended, 0)
     for i in range(call.count):
         store_word(load_int64(call.segments + _PART_BYTES * i + 16), 0)
+    if call.pool != 0:
+        gives_back(call.pool)
     if call.parts >= 0:
         merge_rows(
             call.o, call.lse, call.merged, call.merged_lse, call.scratch, call.parts, call.rows,

@@ -9,6 +9,7 @@ Invariants:
   a phase's products begin when all of the phases before it is done
   between runs every claimed word and the count of arrived workers is 0
   an operator writes only to its own result
+  whether a run ends early is said by who ends a phase last, so all leave after the same one
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from numba import types
 
 from tierd.codec.intrinsics import as_array
 from tierd.units import CACHE_LINE_BYTES
-from tierd_engine.attention.atomics import add_word, load_word, pause, store_word, yield_core
+from tierd_engine.attention.atomics import (
+    add_word,
+    load_word,
+    now_ns,
+    pause,
+    sleep_while,
+    store_word,
+    wake_sleepers,
+)
 from tierd_engine.attention.compiling import compile_cached, inlined, step
 from tierd_engine.attention.rmsnorm import normalise
 from tierd_engine.attention.rotary import rotate_both
@@ -65,9 +74,12 @@ OPERATOR = np.dtype(
 PHASE = np.dtype(
     [(name, np.int64) for name in ("work", "job", "claimed", "claims", "operators", "count")]
 )
-_FIELDS = ("workers", "phases", "count", "arrived", "done", "scratch")
+# `stop`: address of a word that is not 0 once a run is to end early; `sleepers`: see sleep_while.
+_FIELDS = ("workers", "phases", "count", "arrived", "done", "scratch", "sleepers", "stop")
 STRETCH = np.dtype([(name, np.int64) for name in _FIELDS])
 _PAUSES = 500  # some tens of microseconds: longer than shares differ on a machine of our own
+_SLEEP_NS = 10**9  # of one sleep; who is waited for ends its share, and wakes the sleepers
+_STOPPED = 2**31 - 1  # phases done, where a run ends early
 _LINE_WORDS = CACHE_LINE_BYTES // 8
 
 
@@ -77,20 +89,25 @@ class Records:
     def __init__(self, phases: Sequence[npt.NDArray[np.void]]) -> None:
         """`phases`: [1] arrays of PHASE; what they point at is the caller's to keep."""
         self._phases = np.concatenate(phases)
-        self._words = np.zeros((3, _LINE_WORDS), dtype=np.int64)  # arrived; done; scratch
-        arrived, done, scratch = (int(line.ctypes.data) for line in self._words)
+        # arrived; done; scratch; sleepers; of a run that nothing stops: stop
+        self._words = np.zeros((5, _LINE_WORDS), dtype=np.int64)
+        words = [int(line.ctypes.data) for line in self._words]
         self._record = np.zeros(1, dtype=STRETCH)
-        self._record[0] = 1, self._phases.ctypes.data, len(phases), arrived, done, scratch
+        self._record[0] = 1, self._phases.ctypes.data, len(phases), *words
         self.address = int(self._record.ctypes.data)
 
     def replace(self, place: int, work: int, job: int) -> None:
         """Have a phase without products run another job than it did."""
         self._phases["work"][place], self._phases["job"][place] = work, job
 
-    def begin(self, workers: int) -> None:
-        """Make ready for a run by so many workers."""
+    def begin(self, workers: int, stop: int = 0) -> None:
+        """Make ready for a run by so many workers, which ends early once the word `stop` is not 0.
+
+        `stop`: its address; 0: there is none.
+        """
         self._record["workers"] = workers
-        self._words[1, 0] = 0
+        self._record["stop"] = stop or int(self._words[-1].ctypes.data)
+        self._words[0, 0] = self._words[1, 0] = 0
 
 
 @inlined
@@ -150,14 +167,20 @@ def _operate(kind: Any, op: Any, scratch: Any) -> None:
 
 
 @step
-def _wait_for(word: Any, value: Any) -> None:
-    """Wait until a word is beyond `value`: as long as another worker takes for its share."""
-    while load_word(word) <= value:
-        for _ in range(_PAUSES):
-            pause()
-            if load_word(word) > value:
-                return
-        yield_core()  # a job beside ours may have the core of the one that we wait for
+def _wait_for(word: Any, value: Any, sleepers: Any) -> Any:
+    """Wait until a word is beyond `value`, as long as another worker takes for its share.
+
+    Returns it. Awake at first, then asleep: a job beside ours may have the other's core.
+    """
+    for _ in range(_PAUSES):
+        found = load_word(word)
+        if found > value:
+            return found
+        pause()
+    found = load_word(word)
+    while found <= value:
+        found = sleep_while(word, found, sleepers, now_ns() + _SLEEP_NS)
+    return found
 
 
 def _work(kind: Any, _b: Any, _c: Any, stretch_address: Any, index: Any) -> None:
@@ -168,16 +191,24 @@ def _work(kind: Any, _b: Any, _c: Any, stretch_address: Any, index: Any) -> None
         if phase.work != 0:
             call_work(phase.work, phase.job, index)
         if add_word(stretch.arrived, 1) + 1 < stretch.workers:
-            if i + 1 < stretch.count:
-                _wait_for(stretch.done, i)
+            if i + 1 == stretch.count or _wait_for(stretch.done, i, stretch.sleepers) == _STOPPED:
+                return
             continue
         store_word(stretch.arrived, 0)
         for j in range(phase.claims):
             store_word(phase.claimed + 8 * j, 0)
-        operators = as_array(phase.operators, phase.count, OPERATOR)
-        for j in range(phase.count):
-            _operate(kind, operators[j], stretch.scratch)
-        store_word(stretch.done, i + 1)
+        done = i + 1
+        if load_word(stretch.stop):
+            done = _STOPPED
+        else:
+            operators = as_array(phase.operators, phase.count, OPERATOR)
+            for j in range(phase.count):
+                _operate(kind, operators[j], stretch.scratch)
+        store_word(stretch.done, done)
+        if load_word(stretch.sleepers):
+            wake_sleepers(stretch.done)
+        if done == _STOPPED:
+            return
 
 
 @functools.cache
