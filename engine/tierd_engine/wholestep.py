@@ -133,12 +133,19 @@ class WholeStep:
 
         Raises UnfinishedStep: the session's step then is to be cancelled.
         """
-        self._first.fill(values)
-        reader, units = self._kv.reader, self._cold_units
-        pool = reader.pool_for_job() if units else None
-        self._records.begin(self._workers, pool.stop_address if pool is not None else 0)
+        self.ready(values)
         run_team(self._first.work, self._records.address, self._workers, self._first.reads)
-        if units and not reader.taken_by_job(units):
+        self.end()
+
+    def ready(self, values: Sequence[torch.Tensor]) -> None:
+        """Copy in what the first stretch takes, and make ready to run."""
+        self._first.fill(values)
+        pool = self._kv.reader.pool_for_job() if self._cold_units else None
+        self._records.begin(self._workers, pool.stop_address if pool is not None else 0)
+
+    def end(self) -> None:
+        """End the session's step. Raises UnfinishedStep."""
+        if self._cold_units and not self._kv.reader.taken_by_job(self._cold_units):
             raise UnfinishedStep
         self._kv.appended()
         self._kv.finish()

@@ -11,18 +11,12 @@ import torch
 import transformers as tf
 
 from tests.engine.support import TierRig, random_tokens, tiny_model
-from tierd.errors import PageMiss, StaleGeneration, UnsupportedModel
-from tierd.types import CodecId, DType
+from tierd.errors import PageMiss, UnsupportedModel
 from tierd_engine import hf, recorded
-from tierd_engine.attention.executors import Executors
-from tierd_engine.attention.plan import PlanMode
 from tierd_engine.cache import ATTENTION_NAME, TierCache
 from tierd_engine.lowering import Lowered
 from tierd_engine.recorded import RECORDINGS_MAX, DecodeStep, Recorder
-from tierd_engine.session import SessionKV
-from tierd_engine.stretches import Stretch
 from tierd_engine.weightonly import Weights, apply_weights
-from tierd_engine.wholestep import Attended, WholeStep, fits
 
 VOCABULARY = 251
 _SIZES: dict[str, Any] = {
@@ -217,132 +211,3 @@ def test_a_page_lost_in_a_step_is_recovered_recorded_or_not(steps: int) -> None:
             assert rig.generator.decode_step.is_recorded
             assert (rig.generator.recomputed_tokens > 0) == loses
     torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=2e-4)
-
-
-class Runs:
-    """Counts the steps that ran as one job, and can keep them from it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, allowed: bool = True) -> None:
-        self.count = 0
-        run, lone_calls = WholeStep.run, Executors.lone_calls
-
-        def counted(step: WholeStep, *values: torch.Tensor) -> None:
-            self.count += 1
-            run(step, *values)
-
-        monkeypatch.setattr(WholeStep, "run", counted)
-        monkeypatch.setattr(
-            Executors, "lone_calls", lambda *args: lone_calls(*args) if allowed else None
-        )
-
-
-def steps_of(
-    seed: int, *, plan: PlanMode = PlanMode.NEAR, warm: str = "100%", tokens: int = 60
-) -> torch.Tensor:
-    """Return logits [tokens, vocab] of steps past block ends and demotions."""
-    one = tiny_model(seed, "llama")
-    apply_weights(one.model, Weights.AUTO)
-    sizes: dict[str, Any] = {"hot": "40%", "warm": warm, "block_tokens": 16, "plan": plan}
-    with TierRig(one.shape, one.model, 100, tokens, **sizes) as rig:
-        rig.generator.feed(random_tokens(100, seed))
-        rows = [rig.generator.feed([token]) for token in random_tokens(tokens, seed + 1)]
-        rig.kv.check_integrity()
-        assert rig.kv.counts.steps >= tokens and rig.kv.counts.step_rpcs == 0
-        return torch.stack(rows)
-
-
-@pytest.mark.parametrize("seed", [1, 2, 5, 9])
-def test_a_step_as_one_job_gives_the_bits_of_one_layer_by_layer(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        runs = Runs(patch)
-        found = steps_of(seed)
-        assert runs.count == 60 - 2  # all but those that were recorded
-    with monkeypatch.context() as patch:
-        runs = Runs(patch, allowed=False)
-        assert torch.equal(found, steps_of(seed))
-        assert runs.count == 0
-
-
-@pytest.mark.parametrize(("plan", "warm"), [(PlanMode.STREAM, "100%"), (PlanMode.NEAR, "10%")])
-def test_a_step_whose_pages_are_brought_goes_layer_by_layer(
-    plan: PlanMode, warm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        runs = Runs(patch)
-        found = steps_of(3, plan=plan, warm=warm)
-        assert runs.count == 0
-    torch.testing.assert_close(found, steps_of(3), rtol=0, atol=1e-4)
-
-
-def test_steps_of_both_ways_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where another session takes warm room, and gives it back."""
-    expected = steps_of(4)
-    lone_calls, asked = Executors.lone_calls, [0]
-
-    def by_turns(*args: Any) -> Any:
-        asked[0] += 1
-        return lone_calls(*args) if asked[0] // 3 % 2 else None
-
-    monkeypatch.setattr(Executors, "lone_calls", by_turns)
-    runs = Runs(monkeypatch)
-    assert torch.equal(steps_of(4), expected)
-    assert 20 < runs.count < 40
-
-
-def test_a_step_that_is_stale_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = steps_of(6)
-    finish, calls = SessionKV.finish, [0]
-
-    def stale_at_times(kv: SessionKV) -> None:
-        calls[0] += 1
-        if calls[0] % 7 == 0:
-            raise StaleGeneration("a page was given away")
-        finish(kv)
-
-    monkeypatch.setattr(SessionKV, "finish", stale_at_times)
-    runs = Runs(monkeypatch)
-    assert torch.equal(steps_of(6), expected)
-    assert runs.count > 60
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_smollm2s_layers_are_one_job(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The packaged model's kind, in both dtypes, over int8 pages."""
-    config = tf.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=96, intermediate_size=200, num_hidden_layers=3,
-        num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=512,
-        initializer_range=0.1, tie_word_embeddings=True,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    model = tf.LlamaForCausalLM(config).eval().to(dtype)
-    model.config._attn_implementation = ATTENTION_NAME
-    apply_weights(model, Weights.AUTO)
-    kind = DType.FLOAT32 if dtype is torch.float32 else DType.BFLOAT16
-    rows = []
-    for allowed in (True, False):
-        with monkeypatch.context() as patch:
-            runs = Runs(patch, allowed=allowed)
-            shape = hf.model_shape(config)
-            sizes: dict[str, Any] = {"hot": "40%", "warm": "100%", "block_tokens": 16}
-            with TierRig(shape, model, 100, 40, codec=CodecId.INT8, dtype=kind, **sizes) as rig:
-                rig.generator.feed(random_tokens(100, 7))
-                rows.append(torch.stack([rig.generator.feed([t]) for t in random_tokens(40, 8)]))
-            assert (runs.count > 30) == allowed
-    assert torch.equal(*rows)
-
-
-def test_only_a_step_in_hots_dtype_and_every_layer_is_one_job() -> None:
-    one = tiny_model(5, "llama")
-    stretch, part = Stretch(torch.float32), torch.zeros(1)
-    layers = [Attended(i, part, part, part, part, 1.0) for i in range(one.shape.layers)]
-    with TierRig(one.shape, one.model, 60, 60, hot="60%", block_tokens=16) as rig:
-        assert fits(rig.kv, [stretch], layers)
-        assert not fits(rig.kv, [stretch], layers[:-1])
-        assert not fits(rig.kv, [stretch], layers[::-1])
-        assert not fits(rig.kv, [stretch, Stretch(torch.bfloat16)], layers)
-        for name in ("query", "keys", "values", "o"):
-            other = replace(layers[0], **{name: part.bfloat16()})
-            assert not fits(rig.kv, [stretch], [other, *layers[1:]])
-        assert not fits(rig.kv, [], [])

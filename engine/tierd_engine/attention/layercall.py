@@ -50,8 +50,8 @@ Float32Array = npt.NDArray[np.float32]
 _LINE_WORDS = CACHE_LINE_BYTES // 8
 _PART_BYTES = 24  # of `segments`: a worker's address, its job's, its claimed word's
 _FIELDS = (
-    "out", "workers", "pool", "number", "segments", "count", "ended", "o", "lse", "merged", "merged_lse", "scratch",
-    "parts", "rows", "head_dim",
+    "out", "workers", "pool", "number", "segments", "count", "ended", "o", "lse", "merged",
+    "merged_lse", "scratch", "parts", "rows", "head_dim",
 )  # fmt: skip
 _CALL = np.dtype([(name, np.int64) for name in _FIELDS])
 _Q_OFFSET = 8 * kernel.CALL_FIELDS.index("q")
