@@ -27,6 +27,7 @@ from tierd_engine.attention.plan import PlanMode
 from tierd_engine.generator import Generator
 from tierd_engine.guard import QualityGuard
 from tierd_engine.session import SessionKV
+from tierd_engine.weightonly import Weights, apply_weights
 
 BLOCK_TOKENS = 16
 NEW_TOKENS = 64
@@ -38,8 +39,10 @@ OTHER_MODEL = 8  # qwen2, 3 KV heads x 4, head_dim 20, with biases
 
 @functools.cache
 def model(seed: int) -> TinyModel:
-    """Return a tiny model, made once."""
-    return tiny_model(seed)
+    """Return a tiny model as a job has it, made once."""
+    tiny = tiny_model(seed)
+    apply_weights(tiny.model, Weights.AUTO)
+    return tiny
 
 
 @functools.cache
@@ -51,7 +54,8 @@ def prompt(context: int, seed: int = 1) -> tuple[int, ...]:
 @functools.cache
 def expected(seed: int, context: int, prompt_seed: int = 1) -> tuple[int, ...]:
     """Return the NEW_TOKENS greedy tokens of a model over its own cache."""
-    tokens, _ = own_greedy(model(seed).model, list(prompt(context, prompt_seed)), NEW_TOKENS)
+    plain = tiny_model(seed).model
+    tokens, _ = own_greedy(plain, list(prompt(context, prompt_seed)), NEW_TOKENS)
     return tuple(tokens)
 
 
