@@ -34,7 +34,7 @@ from numba.extending import overload
 from tierd.codec.intrinsics import as_array
 from tierd.codec.layout import PageLayout
 from tierd.units import CACHE_LINE_BYTES, round_up
-from tierd_engine.attention import fourbit
+from tierd_engine.attention import bytedot, fourbit
 from tierd_engine.attention.compiling import STEP, compile_cached, step
 from tierd_engine.attention.simd import (
     BFLOAT16,
@@ -86,7 +86,8 @@ WIDE = 64  # lanes of a tile: four AVX-512 registers
 _WIDE, _NARROW = Const(WIDE), Const(NARROW)
 _UINT8, _FLOAT16, _FLOAT32 = Const(UINT8), Const(FLOAT16), Const(FLOAT32)
 _BFLOAT16 = Const(BFLOAT16)
-K8V4, INT4 = 16, 17  # kinds of pages beside those of elements
+# Kinds of pages beside those of elements. DOT: 8-bit parts by integer dot products, `bytedot`.
+K8V4, INT4, UINT8_DOT, K8V4_DOT = 16, 17, 18, 19
 AHEAD_BYTES_MAX = 16384  # how far ahead to prefetch: measured best of 4 to 32 KiB; L1 holds 48
 _LOG2_E = np.float32(1.4426950408889634)
 _LN_2 = 0.6931471805599453
@@ -372,6 +373,14 @@ def _choose_scores(
         return lambda kind, rows, lanes, job, base, seen, scratch: fourbit.scores(
             rows, lanes, job, base, seen, scratch
         )
+    if kind.value == UINT8_DOT:  # the values are as many bytes as the keys: they are read next
+        return lambda kind, rows, lanes, job, base, seen, scratch: bytedot.scores(
+            rows, job, base, job.values - job.keys, seen, scratch
+        )
+    if kind.value == K8V4_DOT:
+        return lambda kind, rows, lanes, job, base, seen, scratch: bytedot.scores(
+            rows, job, base, job.ahead, seen, scratch
+        )
     if kind.value == K8V4:
         return lambda kind, rows, lanes, job, base, seen, scratch: _scores_8_bit(
             _UINT8, rows, lanes, job, base, seen, scratch
@@ -394,7 +403,11 @@ def _values(
 def _choose_values(
     kind: Any, rows: Any, job: Any, base: Any, seen: Any, following: Any, scratch: Any
 ) -> Callable[..., None]:
-    if kind.value in (K8V4, INT4):
+    if kind.value == UINT8_DOT:
+        return lambda kind, rows, job, base, seen, following, scratch: bytedot.values(
+            rows, job, base, seen, following, scratch
+        )
+    if kind.value in (K8V4, K8V4_DOT, INT4):
         return lambda kind, rows, job, base, seen, following, scratch: fourbit.values(
             rows, job, base, seen, following, scratch
         )
