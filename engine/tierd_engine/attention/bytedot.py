@@ -22,6 +22,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -29,11 +30,13 @@ from numba import types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
 
+from tierd.units import CACHE_LINE_BYTES
 from tierd_engine.attention.compiling import step
 from tierd_engine.attention.simd import (
     FLOAT16,
     NARROW,
     Const,
+    Vector,
     constant_value,
     emit_call,
     emit_fma,
@@ -41,9 +44,10 @@ from tierd_engine.attention.simd import (
     load_narrow,
     number,
     pointer_to,
+    prefetch,
     prefetch_lines,
 )
-from tierd_engine.attention.tile import add_products, store_rows, store_sums, zero_rows
+from tierd_engine.attention.tile import add_products, store_rows, zero_rows
 
 COLUMNS = 64  # codes of a row that are taken at once
 _UNITS = 16  # bytes from the initial values of rows to their units, in stats
@@ -109,6 +113,10 @@ def _zero_words(typingctx: Any, rows: Any, each: Any, digits: Any) -> Any:
     return tile(rows, each, digits), codegen
 
 
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    return emit_call(builder, f"llvm.umax.v{a.type.count}i32", a.type, [a, b])
+
+
 @intrinsic
 def _raise_peaks(typingctx: Any, peaks: Any, tile: Any) -> Any:
     """The larger magnitudes, as bits of float32, lane by lane: NaN is the largest."""
@@ -118,62 +126,108 @@ def _raise_peaks(typingctx: Any, peaks: Any, tile: Any) -> Any:
         for r in range(peaks.count):
             peak, values = (builder.extract_value(arg, r) for arg in args)
             bits = builder.and_(builder.bitcast(values, _WORDS), _words(_MAGNITUDE))
-            raised.append(emit_call(builder, "llvm.umax.v16i32", _WORDS, [peak, bits]))
+            raised.append(_larger(builder, peak, bits))
         return context.make_tuple(builder, peaks, raised)
 
     return peaks(peaks, tile), codegen
 
 
+def _gather(builder: Any, tile: Any, join: Callable[[Any, Any], Any]) -> Any:
+    """Join all lanes of each vector of a tile of at most four: those of vector r in lane r."""
+    vectors = [builder.extract_value(tile, r) for r in range(len(tile.type))]
+    a, b, c, d = vectors + [ir.Constant(vectors[0].type, None)] * (4 - len(vectors))
+
+    def halve(x: Any, y: Any, *halves: tuple[int, ...]) -> Any:
+        quads = range(0, NARROW, 4)
+        return join(*(
+            _shuffle(builder, x, y, [quad + place for quad in quads for place in half])
+            for half in halves
+        ))  # fmt: skip
+
+    pairs = [halve(*two, (0, 16, 1, 17), (2, 18, 3, 19)) for two in ((a, b), (c, d))]
+    found = halve(*pairs, (0, 1, 16, 17), (2, 3, 18, 19))
+    for size in (8, 4):
+        lower, upper = list(range(size)), list(range(size, 2 * size))
+        found = join(*(_shuffle(builder, found, found, part) for part in (lower, upper)))
+    return found
+
+
+def _units_of(builder: Any, largest: Any) -> Any:
+    """The bits of the units of rows whose largest magnitudes are four such bits."""
+    four = largest.type
+
+    def all_of(number: int) -> Any:
+        return ir.Constant(four, [number] * 4)
+
+    floats = ir.VectorType(_FLOAT, 4)
+    nearly_one = ir.Constant(floats, [_NEARLY_ONE] * 4)
+    raised = builder.bitcast(builder.fmul(builder.bitcast(largest, floats), nearly_one), four)
+    power = builder.and_(raised, all_of(_INFINITE))
+    power = emit_call(builder, "llvm.umax.v4i32", four, [power, all_of(_EXPONENT_MIN)])
+    unit = builder.sub(power, all_of(_UNIT_BITS << _MANTISSA_BITS))
+    is_finite = builder.icmp_unsigned("<", largest, all_of(_INFINITE))
+    return builder.select(is_finite, unit, all_of(_NAN))
+
+
 @intrinsic
-def _store_units(typingctx: Any, peaks: Any, address: Any) -> Any:
-    """Write the unit of each row, whose largest magnitude is among its peaks, to `address`."""
+def _store_stats(typingctx: Any, constants: Any, peaks: Any, stats: Any) -> Any:
+    """Write to `stats` the sum of each row's constants, then each row's unit, four of each."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        for r in range(peaks.count):
-            peak = builder.extract_value(args[0], r)
-            largest = emit_call(builder, "llvm.vector.reduce.umax.v16i32", _I32, [peak])
-            raised = builder.fmul(builder.bitcast(largest, _FLOAT), _FLOAT(_NEARLY_ONE))
-            power = builder.and_(builder.bitcast(raised, _I32), _I32(_INFINITE))
-            power = emit_call(builder, "llvm.umax.i32", _I32, [power, _I32(_EXPONENT_MIN)])
-            unit = builder.sub(power, _I32(_UNIT_BITS << _MANTISSA_BITS))
-            is_finite = builder.icmp_unsigned("<", largest, _I32(_INFINITE))
-            unit = builder.select(is_finite, unit, _I32(_NAN))
-            at = builder.add(args[1], ir.Constant(args[1].type, 4 * r))
-            builder.store(unit, pointer_to(builder, at, _I32), align=4)
+        constants, peaks, stats = args
+        initial = _gather(builder, constants, builder.fadd)
+        builder.store(initial, pointer_to(builder, stats, initial.type), align=4)
+        largest = _gather(builder, peaks, lambda x, y: _larger(builder, x, y))
+        at = builder.add(stats, ir.Constant(stats.type, _UNITS))
+        builder.store(_units_of(builder, largest), pointer_to(builder, at, largest.type), align=4)
         return context.get_dummy_value()
 
-    return types.void(peaks, types.int64), codegen
+    return types.void(constants, peaks, types.int64), codegen
 
 
 @intrinsic
-def _store_digits(typingctx: Any, rows: Any, units: Any, address: Any, stride: Any) -> Any:
+def _load_inverses(typingctx: Any, rows: Any, units: Any) -> Any:
+    """A tile of 1 / unit of each row, in every lane; of no meaning where the unit is NaN."""
+    tile = types.UniTuple(Vector(NARROW), constant_value(rows))
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        inverses = []
+        for r in range(tile.count):
+            at = builder.add(args[1], ir.Constant(args[1].type, 4 * r))
+            unit = builder.load(pointer_to(builder, at, _I32), align=4)
+            inverse = builder.bitcast(builder.sub(_I32(254 << _MANTISSA_BITS), unit), _FLOAT)
+            inverses.append(emit_splat(builder, inverse, NARROW))
+        return context.make_tuple(builder, tile, inverses)
+
+    return tile(rows, types.int64), codegen
+
+
+@intrinsic
+def _store_digits(typingctx: Any, inverses: Any, address: Any, stride: Any) -> Any:
     """Replace 16 factors of each row, at `address + r * stride`, by their digits.
 
     16 bytes hold those of four factors: four d0, four d1, four d2, four that mean nothing.
     """
-    count = constant_value(rows)
     places = [
         16 * lane + 4 * factor + digit
         for lane in range(4) for digit in range(4) for factor in range(4)
     ]  # fmt: skip
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, units, address, stride = args
-        for r in range(count):
-            at = builder.add(units, ir.Constant(units.type, 4 * r))
-            unit = builder.load(pointer_to(builder, at, _I32), align=4)
-            inverse = builder.bitcast(builder.sub(_I32(254 << _MANTISSA_BITS), unit), _FLOAT)
+        _, address, stride = args
+        for r in range(inverses.count):
             place = pointer_to(builder, _row_address(builder, address, stride, r), _FLOATS)
-            scaled = builder.fmul(builder.load(place, align=4), emit_splat(builder, inverse, 16))
+            inverse = builder.extract_value(args[0], r)
+            scaled = builder.fmul(builder.load(place, align=4), inverse)
             whole = emit_call(builder, "llvm.lrint.v16i32.v16f32", _WORDS, [scaled])
-            # Bytes of a number that is half of each digit's range higher are digits so much higher.
-            higher = builder.add(whole, _words(_HALF_DIGITS))
-            digits = builder.bitcast(builder.xor(higher, _words(_HALF_DIGITS)), _BYTES)
+            # Half of each digit's range added makes them unsigned, which bytes of a number are.
+            unsigned = builder.add(whole, _words(_HALF_DIGITS))
+            digits = builder.bitcast(builder.xor(unsigned, _words(_HALF_DIGITS)), _BYTES)
             digits = _shuffle(builder, digits, digits, places)
             builder.store(digits, builder.bitcast(place, _BYTES.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.void(rows, types.int64, types.int64, types.int64), codegen
+    return types.void(inverses, types.int64, types.int64), codegen
 
 
 def _unpack(builder: Any, a: Any, b: Any, upper: int) -> Any:
@@ -301,10 +355,10 @@ def _fold(
         factors = add_products(zero_rows(rows, NARROW), source + 4 * i, source_stride, scale)
         peaks = _raise_peaks(peaks, factors)
         store_rows(factors, target + 4 * i, target_stride)
-    store_sums(constants, stats, 4)
-    _store_units(peaks, stats + _UNITS)
+    _store_stats(constants, peaks, stats)
+    inverses = _load_inverses(rows, stats + _UNITS)
     for i in range(0, count, NARROW):
-        _store_digits(rows, stats + _UNITS, target + 4 * i, target_stride)
+        _store_digits(inverses, target + 4 * i, target_stride)
 
 
 @step
@@ -314,7 +368,8 @@ def _sum_quarters(
 ) -> None:  # fmt: skip
     sums = _zero_words(rows, each, _THREE)
     for i in range(0, count, _ROWS_A_STEP):
-        prefetch_lines(fetch + fetch_bytes * i, fetch + fetch_bytes * (i + _ROWS_A_STEP))
+        for line in range(number(each)):
+            prefetch(fetch + fetch_bytes * i + CACHE_LINE_BYTES * line)
         codes = matrix + row_bytes * i
         sums = _add_dots(first, each, sums, codes, row_bytes, digits + 4 * i, stride)
     _store_dots(first, each, sums, stats, result, result_stride)
@@ -348,20 +403,34 @@ def _sum_columns(
 
 
 @step
+def _fold_group(rows: Any, job: Any, base: Any, group: Any, digits: Any, stats: Any, q: Any) -> None:
+    d, scales = job.head_dim, 2 * job.head_dim * group
+    _fold(
+        rows, q, job.q_stride, d, base + job.key_scale + scales, base + job.key_zero + scales,
+        digits, job.q_stride, stats,
+    )  # fmt: skip
+
+
+@step
 def scores(rows: Any, job: Any, base: Any, ahead: Any, seen: Any, scratch: Any) -> None:
-    """Scores of 8-bit keys in groups of 64 tokens; prefetches what lies `ahead` of them."""
-    d, digits, stats = job.head_dim, scratch + job.folded, scratch + job.stats
-    for group in range((seen + COLUMNS - 1) // COLUMNS):
-        scales = 2 * d * group
-        _fold(
-            rows, scratch, job.q_stride, d, base + job.key_scale + scales,
-            base + job.key_zero + scales, digits, job.q_stride, stats,
-        )  # fmt: skip
+    """Scores of 8-bit keys in groups of 64 tokens; prefetches what lies `ahead` of them.
+
+    A group's factors are folded before the sums of the one before: neither waits for the other.
+    """
+    d, stats, digits = job.head_dim, scratch + job.stats, scratch + job.folded
+    next_stats, next_digits = stats + CACHE_LINE_BYTES, digits + (job.output - job.folded) // 2
+    groups = (seen + COLUMNS - 1) // COLUMNS
+    _fold_group(rows, job, base, 0, digits, stats, scratch)
+    for group in range(groups):
+        if group + 1 < groups:
+            _fold_group(rows, job, base, group + 1, next_digits, next_stats, scratch)
         codes = base + job.keys + COLUMNS * d * group
         _sum_columns(
             rows, codes, COLUMNS, d, digits, job.q_stride, stats,
             scratch + job.weights + 4 * COLUMNS * group, job.weight_stride, codes + ahead, COLUMNS,
         )  # fmt: skip
+        stats, next_stats = next_stats, stats
+        digits, next_digits = next_digits, digits
 
 
 @step

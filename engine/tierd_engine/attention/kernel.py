@@ -139,7 +139,7 @@ def make_job(layout: PageLayout, heads: int, n: int, q_kind: int = FLOAT32) -> n
     job["weights"] = job["output"] + ROWS_MAX * q_stride
     job["scaled"] = job["weights"] + ROWS_MAX * weight_stride
     job["stats"] = job["scaled"] + 2 * ROWS_MAX * weight_stride
-    job["scratch_bytes"] = job["stats"] + CACHE_LINE_BYTES
+    job["scratch_bytes"] = job["stats"] + 2 * CACHE_LINE_BYTES
     return job
 
 

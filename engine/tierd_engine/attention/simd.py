@@ -360,11 +360,11 @@ def sum_lanes(typingctx: Any, vector: Any) -> Any:
 
 @intrinsic
 def max_lanes(typingctx: Any, vector: Any) -> Any:
-    """The greatest lane; NaN lanes count as nothing."""
+    """The greatest lane; none may be NaN."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         name = f"llvm.vector.reduce.fmax.v{vector.lanes}f32"
-        return emit_call(builder, name, _FLOAT, [args[0]])
+        return emit_call(builder, name, _FLOAT, [args[0]], ("nnan",))
 
     return types.float32(vector), codegen
 
