@@ -22,7 +22,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import collections
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -31,7 +32,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
 
 from tierd.units import CACHE_LINE_BYTES
-from tierd_engine.attention.compiling import step
+from tierd_engine.attention.compiling import inlined, step
 from tierd_engine.attention.simd import (
     FLOAT16,
     NARROW,
@@ -41,18 +42,21 @@ from tierd_engine.attention.simd import (
     emit_call,
     emit_fma,
     emit_splat,
+    load_int64,
     load_narrow,
     number,
     pointer_to,
-    prefetch,
-    prefetch_lines,
+    prefetch_near,
+    store_int64,
 )
 from tierd_engine.attention.tile import add_products, store_rows, zero_rows
 
 COLUMNS = 64  # codes of a row that are taken at once
 _UNITS = 16  # bytes from the initial values of rows to their units, in stats
 _DIGITS = 3
-_ROWS_A_STEP = 4
+_ROWS_A_STEP, _STEPS = 4, 4
+_ROWS_A_TURN = _ROWS_A_STEP * _STEPS
+_LINES_A_QUARTER = 3
 _FLOAT16 = Const(FLOAT16)
 _NONE, _HALF, _WHOLE = Const(0), Const(2), Const(4)  # quarters
 _ONE, _THREE = Const(1), Const(_DIGITS)
@@ -242,22 +246,24 @@ def _unpack(builder: Any, a: Any, b: Any, upper: int) -> Any:
     return _shuffle(builder, a, b, places)
 
 
-def _interleave(builder: Any, address: Any, row_bytes: Any, quarters: range) -> list[Any]:
-    """Quarters of 64 columns of four rows, as lanes of four codes."""
-    codes = [
-        builder.load(
-            pointer_to(builder, _row_address(builder, address, row_bytes, i), _BYTES), align=1
-        )
-        for i in range(_ROWS_A_STEP)
-    ]
+def _interleave(
+    builder: Any, address: Any, row_bytes: Any, quarters: range, found: list[Any]
+) -> Iterator[None]:
+    """Append quarters of four rows, as lanes of four codes; an instruction at a time."""
+    codes = []
+    for i in range(_ROWS_A_STEP):
+        row = pointer_to(builder, _row_address(builder, address, row_bytes, i), _BYTES)
+        codes.append(builder.load(row, align=1))
     pairs = ir.VectorType(_I16, COLUMNS // 2)
-    found = []
     for half in range(quarters.start // 2, quarters.stop // 2):
-        a, b = (
-            builder.bitcast(_unpack(builder, codes[i], codes[i + 1], half), pairs) for i in (0, 2)
-        )
-        found += [builder.bitcast(_unpack(builder, a, b, part), _WORDS) for part in (0, 1)]
-    return found
+        halves = []
+        for i in (0, 2):
+            joined = _unpack(builder, codes[i], codes[i + 1], half)
+            halves.append(builder.bitcast(joined, pairs))
+            yield
+        for part in (0, 1):
+            found.append(builder.bitcast(_unpack(builder, *halves, part), _WORDS))
+            yield
 
 
 @intrinsic
@@ -265,28 +271,38 @@ def _add_dots(
     typingctx: Any, first: Any, each: Any, sums: Any, codes: Any, row_bytes: Any, digits: Any,
     stride: Any,
 ) -> Any:  # fmt: skip
-    """Add four rows of codes times their digits, which are at `digits + r * stride`.
+    """Add 16 rows of codes times their digits, which are at `digits + r * stride`.
 
-    `sums`: of each row and digit, in this order, `each` quarters from `first` on.
+    `sums`: of each row and digit, in this order, `each` quarters from `first` on. What unpacks
+    four rows stands among the products of the four before: one port of two unpacks, and the other
+    would wait for it.
     """
-    start, quarters = constant_value(first), constant_value(each)
-    rows = sums.count // (_DIGITS * quarters)
+    quarters = range(constant_value(first), constant_value(first) + constant_value(each))
+    rows = sums.count // (_DIGITS * len(quarters))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, _, tile, codes, row_bytes, digits, stride = args
-        lanes = _interleave(builder, codes, row_bytes, range(start, start + quarters))
-        added = []
-        for r in range(rows):
-            row = _row_address(builder, digits, stride, r)
-            for digit in range(_DIGITS):
-                at = builder.add(row, ir.Constant(row.type, 4 * digit))
+        totals = [builder.extract_value(tile, i) for i in range(sums.count)]
+        lanes: list[Any] = []
+        collections.deque(_interleave(builder, codes, row_bytes, quarters, lanes), 0)
+        for step in range(_STEPS):
+            codes = _row_address(builder, codes, row_bytes, _ROWS_A_STEP)
+            coming: list[Any] = []
+            unpacking = _interleave(builder, codes, row_bytes, quarters, coming)
+            if step + 1 == _STEPS:
+                unpacking = iter(())
+            for i in range(rows * _DIGITS):
+                row = _row_address(builder, digits, stride, i // _DIGITS)
+                at = builder.add(row, ir.Constant(row.type, 16 * step + 4 * (i % _DIGITS)))
                 four = builder.load(pointer_to(builder, at, _I32), align=4)
                 factor = emit_splat(builder, four, NARROW)
-                for lane in lanes:
-                    total = builder.extract_value(tile, len(added))
+                for j, lane in enumerate(lanes, i * len(lanes)):
                     name = "llvm.x86.avx512.vpdpbusd.512"
-                    added.append(emit_call(builder, name, _WORDS, [total, lane, factor]))
-        return context.make_tuple(builder, sums, added)
+                    totals[j] = emit_call(builder, name, _WORDS, [totals[j], lane, factor])
+                next(unpacking, None)
+            collections.deque(unpacking, 0)
+            lanes = coming
+        return context.make_tuple(builder, sums, totals)
 
     integer = types.int64
     return sums(first, each, sums, integer, integer, integer, integer), codegen
@@ -338,9 +354,26 @@ def _store_pair(builder: Any, pair: list[Any], row: Any, quarter: int) -> None:
 
 
 @step
+def start_fetching(start: Any, end: Any, cursor: Any) -> None:
+    """Let `fetch_more` begin at `start`. One task's cursor: what comes next, and where it ends."""
+    store_int64(start, cursor)
+    store_int64(end, cursor + 8)
+
+
+@inlined
+def fetch_more(cursor: Any, lines: Any) -> None:
+    """Ask for the next cache lines of what is read after this task; nothing once it is all."""
+    at = load_int64(cursor)
+    if at < load_int64(cursor + 8):
+        for line in range(lines):
+            prefetch_near(at + CACHE_LINE_BYTES * line)
+        store_int64(at + CACHE_LINE_BYTES * lines, cursor)
+
+
+@step
 def _fold(
     rows: Any, source: Any, source_stride: Any, count: Any, scales: Any, zeros: Any, target: Any,
-    target_stride: Any, stats: Any,
+    target_stride: Any, stats: Any, cursor: Any,
 ) -> None:  # fmt: skip
     """Factors as digits: source[r] * scale; initial[r] = source[r]·zero. Both may be one place.
 
@@ -349,6 +382,7 @@ def _fold(
     constants = zero_rows(rows, NARROW)
     peaks = _zero_words(rows, _ONE, _ONE)
     for i in range(0, count, NARROW):
+        fetch_more(cursor, 1)
         scale = load_narrow(_FLOAT16, scales + 2 * i, count - i)
         zero = load_narrow(_FLOAT16, zeros + 2 * i, count - i)
         constants = add_products(constants, source + 4 * i, source_stride, zero)
@@ -358,18 +392,18 @@ def _fold(
     _store_stats(constants, peaks, stats)
     inverses = _load_inverses(rows, stats + _UNITS)
     for i in range(0, count, NARROW):
+        fetch_more(cursor, 1)
         _store_digits(inverses, target + 4 * i, target_stride)
 
 
 @step
 def _sum_quarters(
     rows: Any, first: Any, each: Any, matrix: Any, row_bytes: Any, count: Any, digits: Any,
-    stride: Any, stats: Any, result: Any, result_stride: Any, fetch: Any, fetch_bytes: Any,
+    stride: Any, stats: Any, result: Any, result_stride: Any, cursor: Any,
 ) -> None:  # fmt: skip
     sums = _zero_words(rows, each, _THREE)
-    for i in range(0, count, _ROWS_A_STEP):
-        for line in range(number(each)):
-            prefetch(fetch + fetch_bytes * i + CACHE_LINE_BYTES * line)
+    for i in range(0, count, _ROWS_A_TURN):
+        fetch_more(cursor, _LINES_A_QUARTER * number(each))
         codes = matrix + row_bytes * i
         sums = _add_dots(first, each, sums, codes, row_bytes, digits + 4 * i, stride)
     _store_dots(first, each, sums, stats, result, result_stride)
@@ -378,9 +412,9 @@ def _sum_quarters(
 @step
 def _sum_columns(
     rows: Any, matrix: Any, row_bytes: Any, count: Any, digits: Any, stride: Any, stats: Any,
-    result: Any, result_stride: Any, fetch: Any, fetch_bytes: Any,
+    result: Any, result_stride: Any, cursor: Any,
 ) -> None:  # fmt: skip
-    """The sum above for 64 columns, over `count` rows; with each, `fetch_bytes` are prefetched.
+    """The sum above for 64 columns, over `count` rows.
 
     A sum has three accumulators a quarter: of several rows, half of the columns fit registers;
     of one row, sums of a half would wait for each other.
@@ -388,32 +422,33 @@ def _sum_columns(
     if number(rows) == 1:
         _sum_quarters(
             rows, _NONE, _WHOLE, matrix, row_bytes, count, digits, stride, stats, result,
-            result_stride, fetch, fetch_bytes,
+            result_stride, cursor,
         )  # fmt: skip
     else:
-        half = fetch_bytes // 2
         _sum_quarters(
             rows, _NONE, _HALF, matrix, row_bytes, count, digits, stride, stats, result,
-            result_stride, fetch, half,
+            result_stride, cursor,
         )  # fmt: skip
         _sum_quarters(
             rows, _HALF, _HALF, matrix, row_bytes, count, digits, stride, stats, result,
-            result_stride, fetch + half * count, half,
+            result_stride, cursor,
         )  # fmt: skip
 
 
 @step
-def _fold_group(rows: Any, job: Any, base: Any, group: Any, digits: Any, stats: Any, q: Any) -> None:
+def _fold_group(
+    rows: Any, job: Any, base: Any, group: Any, digits: Any, stats: Any, scratch: Any
+) -> None:
     d, scales = job.head_dim, 2 * job.head_dim * group
     _fold(
-        rows, q, job.q_stride, d, base + job.key_scale + scales, base + job.key_zero + scales,
-        digits, job.q_stride, stats,
+        rows, scratch, job.q_stride, d, base + job.key_scale + scales,
+        base + job.key_zero + scales, digits, job.q_stride, stats, scratch + job.cursor,
     )  # fmt: skip
 
 
 @step
-def scores(rows: Any, job: Any, base: Any, ahead: Any, seen: Any, scratch: Any) -> None:
-    """Scores of 8-bit keys in groups of 64 tokens; prefetches what lies `ahead` of them.
+def scores(rows: Any, job: Any, base: Any, seen: Any, scratch: Any) -> None:
+    """Scores of 8-bit keys in groups of 64 tokens.
 
     A group's factors are folded before the sums of the one before: neither waits for the other.
     """
@@ -424,33 +459,31 @@ def scores(rows: Any, job: Any, base: Any, ahead: Any, seen: Any, scratch: Any) 
     for group in range(groups):
         if group + 1 < groups:
             _fold_group(rows, job, base, group + 1, next_digits, next_stats, scratch)
-        codes = base + job.keys + COLUMNS * d * group
         _sum_columns(
-            rows, codes, COLUMNS, d, digits, job.q_stride, stats,
-            scratch + job.weights + 4 * COLUMNS * group, job.weight_stride, codes + ahead, COLUMNS,
+            rows, base + job.keys + COLUMNS * d * group, COLUMNS, d, digits, job.q_stride, stats,
+            scratch + job.weights + 4 * COLUMNS * group, job.weight_stride, scratch + job.cursor,
         )  # fmt: skip
         stats, next_stats = next_stats, stats
         digits, next_digits = next_digits, digits
 
 
 @step
-def values(rows: Any, job: Any, base: Any, seen: Any, following: Any, scratch: Any) -> None:
-    """Output rows from 8-bit values of at least 64 channels; prefetches keys at `following`.
+def values(rows: Any, job: Any, base: Any, seen: Any, scratch: Any) -> None:
+    """Output rows from 8-bit values of at least 64 channels.
 
     The last 64 channels may be among those before: sums are exact, so they come out the same.
     """
     d, digits, stats = job.head_dim, scratch + job.weights, scratch + job.stats
-    prefetch_lines(following + job.key_scale, following + job.head_bytes)
+    cursor = scratch + job.cursor
     _fold(
         rows, digits, job.weight_stride, seen, base + job.value_scale, base + job.value_zero,
-        digits, job.weight_stride, stats,
+        digits, job.weight_stride, stats, cursor,
     )  # fmt: skip
-    blocks = (d + COLUMNS - 1) // COLUMNS
-    fetch_bytes = (d + blocks - 1) // blocks
-    for block in range(blocks):
-        c = min(COLUMNS * block, d - COLUMNS)
+    for block in range(0, d, COLUMNS):
+        c = min(block, d - COLUMNS)
         _sum_columns(
             rows, base + job.values + c, d, seen, digits, job.weight_stride, stats,
-            scratch + job.output + 4 * c, job.q_stride,
-            following + job.keys + fetch_bytes * seen * block, fetch_bytes,
+            scratch + job.output + 4 * c, job.q_stride, cursor,
         )  # fmt: skip
+    while load_int64(cursor) < load_int64(cursor + 8):
+        fetch_more(cursor, 1)

@@ -35,7 +35,7 @@ from tierd.codec.intrinsics import as_array
 from tierd.codec.layout import PageLayout
 from tierd.units import CACHE_LINE_BYTES, round_up
 from tierd_engine.attention import bytedot, fourbit
-from tierd_engine.attention.compiling import STEP, compile_cached, step
+from tierd_engine.attention.compiling import STEP, compile_cached, inlined, step
 from tierd_engine.attention.simd import (
     BFLOAT16,
     E4M3,
@@ -104,8 +104,8 @@ CALL_FIELDS = (
 )  # fmt: skip
 _FIELDS = (
     *CALL_FIELDS, "heads", "kv_heads", "share", "rows", "head_dim", "block_tokens",
-    "group_tokens", "q_kind", "ahead", "folded", "output", "weights", "scaled", "stats", "q_stride",
-    "weight_stride", "scratch_bytes",
+    "group_tokens", "q_kind", "ahead", "folded", "output", "weights", "scaled", "stats", "cursor",
+    "q_stride", "weight_stride", "scratch_bytes",
     "keys", "values", "key_scale", "key_zero", "value_scale", "value_zero", "head_bytes",
 )  # fmt: skip
 JOB = np.dtype([(name, np.int64) for name in _FIELDS] + [("scale", np.float64)])
@@ -139,7 +139,8 @@ def make_job(layout: PageLayout, heads: int, n: int, q_kind: int = FLOAT32) -> n
     job["weights"] = job["output"] + ROWS_MAX * q_stride
     job["scaled"] = job["weights"] + ROWS_MAX * weight_stride
     job["stats"] = job["scaled"] + 2 * ROWS_MAX * weight_stride
-    job["scratch_bytes"] = job["stats"] + 2 * CACHE_LINE_BYTES
+    job["cursor"] = job["stats"] + 2 * CACHE_LINE_BYTES
+    job["scratch_bytes"] = job["cursor"] + CACHE_LINE_BYTES
     return job
 
 
@@ -157,6 +158,21 @@ def _visible(job: Any, page: Any, row: Any) -> Any:
         return tokens
     first, last = load_int64(job.first + 8 * page), load_int64(job.last + 8 * (row // job.share))
     return max(0, min(tokens, last - first + 1))
+
+
+@inlined
+def _fetch_more(kind: Any, cursor: Any) -> None:
+    if number(kind) == UINT8_DOT or number(kind) == K8V4_DOT:
+        bytedot.fetch_more(cursor, 2)
+
+
+@step
+def _start_fetching(kind: Any, job: Any, following: Any, is_last: Any, scratch: Any) -> None:
+    """Of what is read next, ask for all that the kind's own steps do not ask for."""
+    if number(kind) == UINT8_DOT or number(kind) == K8V4_DOT:
+        end = following + job.head_bytes if is_last else following
+        start = following if number(kind) == UINT8_DOT else following + job.ahead
+        bytedot.start_fetching(start, end, scratch + job.cursor)
 
 
 @step
@@ -297,6 +313,7 @@ def _softmax(
         count = _visible(job, page, row + r) if row + r < job.rows else 0
         tops = splat(lanes, _MINUS_INF)
         for j in range(0, seen, number(lanes)):
+            _fetch_more(kind, scratch + job.cursor)
             s = load(FLOAT32, lanes, weights + 4 * j)
             if j + number(lanes) > count:
                 s = keep_first(s, count - j, _MINUS_INF)
@@ -306,6 +323,7 @@ def _softmax(
         totals = zeros(lanes)
         offsets = zeros(lanes)
         for j in range(0, seen, number(lanes)):
+            _fetch_more(kind, scratch + job.cursor)
             w = exp2(subtract(load(FLOAT32, lanes, weights + 4 * j), splat(lanes, top)))
             totals = add(totals, w)
             if number(kind) == UINT8 or number(kind) == E4M3:
@@ -373,13 +391,9 @@ def _choose_scores(
         return lambda kind, rows, lanes, job, base, seen, scratch: fourbit.scores(
             rows, lanes, job, base, seen, scratch
         )
-    if kind.value == UINT8_DOT:  # the values are as many bytes as the keys: they are read next
+    if kind.value in (UINT8_DOT, K8V4_DOT):
         return lambda kind, rows, lanes, job, base, seen, scratch: bytedot.scores(
-            rows, job, base, job.values - job.keys, seen, scratch
-        )
-    if kind.value == K8V4_DOT:
-        return lambda kind, rows, lanes, job, base, seen, scratch: bytedot.scores(
-            rows, job, base, job.ahead, seen, scratch
+            rows, job, base, seen, scratch
         )
     if kind.value == K8V4:
         return lambda kind, rows, lanes, job, base, seen, scratch: _scores_8_bit(
@@ -405,7 +419,7 @@ def _choose_values(
 ) -> Callable[..., None]:
     if kind.value == UINT8_DOT:
         return lambda kind, rows, job, base, seen, following, scratch: bytedot.values(
-            rows, job, base, seen, following, scratch
+            rows, job, base, seen, scratch
         )
     if kind.value in (K8V4, K8V4_DOT, INT4):
         return lambda kind, rows, job, base, seen, following, scratch: fourbit.values(
@@ -428,6 +442,8 @@ def _attend_task(
     base = _head_address(job, task)
     following_base = _head_address(job, following)
     for row in range(0, job.rows, number(rows)):
+        is_last = row + number(rows) >= job.rows
+        _start_fetching(kind, job, following_base, is_last, scratch)
         _load_queries(rows, job, head, row, scratch)
         seen = 0
         for r in range(row, min(row + number(rows), job.rows)):
@@ -435,7 +451,6 @@ def _attend_task(
         if seen > 0:
             _scores(kind, rows, lanes, job, base, seen, scratch)
             _softmax(kind, rows, lanes, job, base, page, row, seen, scratch)
-            is_last = row + number(rows) >= job.rows
             _values(kind, rows, job, base, seen, following_base if is_last else base, scratch)
         _store_outputs(rows, job, page, head, row, scratch)
 

@@ -277,6 +277,17 @@ def store_first(typingctx: Any, value: Any, address: Any, count: Any) -> Any:
 
 
 @intrinsic
+def store_int64(typingctx: Any, value: Any, address: Any) -> Any:
+    """Write an int64 to `address`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[0], pointer_to(builder, args[1], _I64), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
 def store_scalar(typingctx: Any, value: Any, address: Any) -> Any:
     """Write a float32 to `address`."""
 
@@ -287,17 +298,22 @@ def store_scalar(typingctx: Any, value: Any, address: Any) -> Any:
     return types.void(types.float32, types.int64), codegen
 
 
-@intrinsic
-def prefetch(typingctx: Any, address: Any) -> Any:
-    """Ask for the cache line at `address` into every cache level; any address will do."""
+def _prefetch(locality: int, doc: str) -> Any:
+    def prefetch(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = pointer_to(builder, args[0], ir.IntType(8))
+            read, keep, data = (ir.Constant(_I32, number) for number in (0, locality, 1))
+            emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
+            return context.get_dummy_value()
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = pointer_to(builder, args[0], ir.IntType(8))
-        read, keep, data = (ir.Constant(_I32, number) for number in (0, 3, 1))
-        emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
-        return context.get_dummy_value()
+        return types.void(types.int64), codegen
 
-    return types.void(types.int64), codegen
+    prefetch.__doc__ = doc
+    return intrinsic(prefetch)
+
+
+prefetch = _prefetch(3, "Ask for the cache line at `address` into every cache level.")
+prefetch_near = _prefetch(2, "Ask for the cache line at `address` into all levels but the first.")
 
 
 @inlined
