@@ -56,7 +56,7 @@ _UNITS = 16  # bytes from the initial values of rows to their units, in stats
 _DIGITS = 3
 _ROWS_A_STEP, _STEPS = 4, 4
 _ROWS_A_TURN = _ROWS_A_STEP * _STEPS
-_LINES_A_QUARTER = 3
+_LINES_A_TURN = 5
 _FLOAT16 = Const(FLOAT16)
 _NONE, _HALF, _WHOLE = Const(0), Const(2), Const(4)  # quarters
 _ONE, _THREE = Const(1), Const(_DIGITS)
@@ -371,6 +371,12 @@ def fetch_more(cursor: Any, lines: Any) -> None:
 
 
 @step
+def fetch_rest(cursor: Any) -> None:
+    while load_int64(cursor) < load_int64(cursor + 8):
+        fetch_more(cursor, 1)
+
+
+@step
 def _fold(
     rows: Any, source: Any, source_stride: Any, count: Any, scales: Any, zeros: Any, target: Any,
     target_stride: Any, stats: Any, cursor: Any,
@@ -403,7 +409,7 @@ def _sum_quarters(
 ) -> None:  # fmt: skip
     sums = _zero_words(rows, each, _THREE)
     for i in range(0, count, _ROWS_A_TURN):
-        fetch_more(cursor, _LINES_A_QUARTER * number(each))
+        fetch_more(cursor, _LINES_A_TURN * number(each) // 2)
         codes = matrix + row_bytes * i
         sums = _add_dots(first, each, sums, codes, row_bytes, digits + 4 * i, stride)
     _store_dots(first, each, sums, stats, result, result_stride)
@@ -485,5 +491,3 @@ def values(rows: Any, job: Any, base: Any, seen: Any, scratch: Any) -> None:
             rows, base + job.values + c, d, seen, digits, job.weight_stride, stats,
             scratch + job.output + 4 * c, job.q_stride, cursor,
         )  # fmt: skip
-    while load_int64(cursor) < load_int64(cursor + 8):
-        fetch_more(cursor, 1)

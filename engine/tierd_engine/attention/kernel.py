@@ -106,7 +106,8 @@ _FIELDS = (
     *CALL_FIELDS, "heads", "kv_heads", "share", "rows", "head_dim", "block_tokens",
     "group_tokens", "q_kind", "ahead", "folded", "output", "weights", "scaled", "stats", "cursor",
     "q_stride", "weight_stride", "scratch_bytes",
-    "keys", "values", "key_scale", "key_zero", "value_scale", "value_zero", "head_bytes",
+    "keys", "values", "key_scale", "key_zero", "value_scale", "value_zero", "key_error",
+    "head_bytes",
 )  # fmt: skip
 JOB = np.dtype([(name, np.int64) for name in _FIELDS] + [("scale", np.float64)])
 _LAYOUT_FIELDS = (
@@ -161,22 +162,22 @@ def _visible(job: Any, page: Any, row: Any) -> Any:
 
 
 @inlined
-def _fetch_more(kind: Any, cursor: Any) -> None:
+def _fetch_more(kind: Any, job: Any, scratch: Any, lines: Any) -> None:
     if number(kind) == UINT8_DOT or number(kind) == K8V4_DOT:
-        bytedot.fetch_more(cursor, 2)
+        bytedot.fetch_more(scratch + job.cursor, lines)
 
 
 @step
 def _start_fetching(kind: Any, job: Any, following: Any, is_last: Any, scratch: Any) -> None:
     """Of what is read next, ask for all that the kind's own steps do not ask for."""
     if number(kind) == UINT8_DOT or number(kind) == K8V4_DOT:
-        end = following + job.head_bytes if is_last else following
+        end = following + job.key_error if is_last else following
         start = following if number(kind) == UINT8_DOT else following + job.ahead
         bytedot.start_fetching(start, end, scratch + job.cursor)
 
 
 @step
-def _load_queries(rows: Any, job: Any, head: Any, row: Any, scratch: Any) -> None:
+def _load_queries(kind: Any, rows: Any, job: Any, head: Any, row: Any, scratch: Any) -> None:
     """Copy rows of q, scaled, into scratch; rows that are not there are 0."""
     d = job.head_dim
     factor = splat(NARROW, np.float32(job.scale * _LOG2_E))
@@ -185,6 +186,7 @@ def _load_queries(rows: Any, job: Any, head: Any, row: Any, scratch: Any) -> Non
         source = job.q + size * d * _row_offset(job, head, row + r)
         target = scratch + r * job.q_stride
         for c in range(0, d, NARROW):
+            _fetch_more(kind, job, scratch, 1)
             q = zeros(NARROW)
             if row + r < job.rows:
                 if size == 2:
@@ -196,7 +198,9 @@ def _load_queries(rows: Any, job: Any, head: Any, row: Any, scratch: Any) -> Non
 
 
 @step
-def _store_outputs(rows: Any, job: Any, page: Any, head: Any, row: Any, scratch: Any) -> None:
+def _store_outputs(
+    kind: Any, rows: Any, job: Any, page: Any, head: Any, row: Any, scratch: Any
+) -> None:
     """Normalise the rows that are there and write them and their lse."""
     d = job.head_dim
     for r in range(min(number(rows), job.rows - row)):
@@ -207,6 +211,7 @@ def _store_outputs(rows: Any, job: Any, page: Any, head: Any, row: Any, scratch:
         total = load_scalar(scratch + job.stats + _TOTALS + 4 * r)
         share = splat(NARROW, np.float32(1.0) / total)
         for c in range(0, d, NARROW):
+            _fetch_more(kind, job, scratch, 1)
             o = zeros(NARROW)
             if not is_empty:
                 o = multiply(share, load(FLOAT32, NARROW, source + 4 * c))
@@ -313,7 +318,7 @@ def _softmax(
         count = _visible(job, page, row + r) if row + r < job.rows else 0
         tops = splat(lanes, _MINUS_INF)
         for j in range(0, seen, number(lanes)):
-            _fetch_more(kind, scratch + job.cursor)
+            _fetch_more(kind, job, scratch, 1)
             s = load(FLOAT32, lanes, weights + 4 * j)
             if j + number(lanes) > count:
                 s = keep_first(s, count - j, _MINUS_INF)
@@ -323,7 +328,7 @@ def _softmax(
         totals = zeros(lanes)
         offsets = zeros(lanes)
         for j in range(0, seen, number(lanes)):
-            _fetch_more(kind, scratch + job.cursor)
+            _fetch_more(kind, job, scratch, 4)
             w = exp2(subtract(load(FLOAT32, lanes, weights + 4 * j), splat(lanes, top)))
             totals = add(totals, w)
             if number(kind) == UINT8 or number(kind) == E4M3:
@@ -444,7 +449,7 @@ def _attend_task(
     for row in range(0, job.rows, number(rows)):
         is_last = row + number(rows) >= job.rows
         _start_fetching(kind, job, following_base, is_last, scratch)
-        _load_queries(rows, job, head, row, scratch)
+        _load_queries(kind, rows, job, head, row, scratch)
         seen = 0
         for r in range(row, min(row + number(rows), job.rows)):
             seen = max(seen, _visible(job, page, r))
@@ -452,7 +457,9 @@ def _attend_task(
             _scores(kind, rows, lanes, job, base, seen, scratch)
             _softmax(kind, rows, lanes, job, base, page, row, seen, scratch)
             _values(kind, rows, job, base, seen, following_base if is_last else base, scratch)
-        _store_outputs(rows, job, page, head, row, scratch)
+        _store_outputs(kind, rows, job, page, head, row, scratch)
+        if number(kind) == UINT8_DOT or number(kind) == K8V4_DOT:
+            bytedot.fetch_rest(scratch + job.cursor)
 
 
 def _work(kind: Any, rows: Any, lanes: Any, job_address: Any, index: Any) -> None:
