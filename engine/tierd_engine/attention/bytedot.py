@@ -22,8 +22,7 @@ Invariants:
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -54,8 +53,8 @@ from tierd_engine.attention.tile import add_products, store_rows, zero_rows
 COLUMNS = 64  # codes of a row that are taken at once
 _UNITS = 16  # bytes from the initial values of rows to their units, in stats
 _DIGITS = 3
-_ROWS_A_STEP, _STEPS = 4, 4
-_ROWS_A_TURN = _ROWS_A_STEP * _STEPS
+_ROWS_A_STEP = 4
+_ROWS_A_TURN = 16
 _LINES_A_TURN = 5
 _FLOAT16 = Const(FLOAT16)
 _NONE, _HALF, _WHOLE = Const(0), Const(2), Const(4)  # quarters
@@ -246,24 +245,19 @@ def _unpack(builder: Any, a: Any, b: Any, upper: int) -> Any:
     return _shuffle(builder, a, b, places)
 
 
-def _interleave(
-    builder: Any, address: Any, row_bytes: Any, quarters: range, found: list[Any]
-) -> Iterator[None]:
-    """Append quarters of four rows, as lanes of four codes; an instruction at a time."""
+def _interleave(builder: Any, address: Any, row_bytes: Any, quarters: range) -> list[Any]:
+    """Quarters of 64 columns of four rows, as lanes of four codes."""
     codes = []
     for i in range(_ROWS_A_STEP):
         row = pointer_to(builder, _row_address(builder, address, row_bytes, i), _BYTES)
         codes.append(builder.load(row, align=1))
     pairs = ir.VectorType(_I16, COLUMNS // 2)
+    found = []
     for half in range(quarters.start // 2, quarters.stop // 2):
-        halves = []
-        for i in (0, 2):
-            joined = _unpack(builder, codes[i], codes[i + 1], half)
-            halves.append(builder.bitcast(joined, pairs))
-            yield
-        for part in (0, 1):
-            found.append(builder.bitcast(_unpack(builder, *halves, part), _WORDS))
-            yield
+        a, b = (_unpack(builder, codes[i], codes[i + 1], half) for i in (0, 2))
+        a, b = (builder.bitcast(joined, pairs) for joined in (a, b))
+        found += [builder.bitcast(_unpack(builder, a, b, part), _WORDS) for part in (0, 1)]
+    return found
 
 
 @intrinsic
@@ -271,38 +265,28 @@ def _add_dots(
     typingctx: Any, first: Any, each: Any, sums: Any, codes: Any, row_bytes: Any, digits: Any,
     stride: Any,
 ) -> Any:  # fmt: skip
-    """Add 16 rows of codes times their digits, which are at `digits + r * stride`.
+    """Add four rows of codes times their digits, which are at `digits + r * stride`.
 
-    `sums`: of each row and digit, in this order, `each` quarters from `first` on. What unpacks
-    four rows stands among the products of the four before: one port of two unpacks, and the other
-    would wait for it.
+    `sums`: of each row and digit, in this order, `each` quarters from `first` on.
     """
     quarters = range(constant_value(first), constant_value(first) + constant_value(each))
     rows = sums.count // (_DIGITS * len(quarters))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, _, tile, codes, row_bytes, digits, stride = args
-        totals = [builder.extract_value(tile, i) for i in range(sums.count)]
-        lanes: list[Any] = []
-        collections.deque(_interleave(builder, codes, row_bytes, quarters, lanes), 0)
-        for step in range(_STEPS):
-            codes = _row_address(builder, codes, row_bytes, _ROWS_A_STEP)
-            coming: list[Any] = []
-            unpacking = _interleave(builder, codes, row_bytes, quarters, coming)
-            if step + 1 == _STEPS:
-                unpacking = iter(())
-            for i in range(rows * _DIGITS):
-                row = _row_address(builder, digits, stride, i // _DIGITS)
-                at = builder.add(row, ir.Constant(row.type, 16 * step + 4 * (i % _DIGITS)))
+        lanes = _interleave(builder, codes, row_bytes, quarters)
+        added: list[Any] = []
+        for r in range(rows):
+            row = _row_address(builder, digits, stride, r)
+            for digit in range(_DIGITS):
+                at = builder.add(row, ir.Constant(row.type, 4 * digit))
                 four = builder.load(pointer_to(builder, at, _I32), align=4)
                 factor = emit_splat(builder, four, NARROW)
-                for j, lane in enumerate(lanes, i * len(lanes)):
+                for lane in lanes:
+                    total = builder.extract_value(tile, len(added))
                     name = "llvm.x86.avx512.vpdpbusd.512"
-                    totals[j] = emit_call(builder, name, _WORDS, [totals[j], lane, factor])
-                next(unpacking, None)
-            collections.deque(unpacking, 0)
-            lanes = coming
-        return context.make_tuple(builder, sums, totals)
+                    added.append(emit_call(builder, name, _WORDS, [total, lane, factor]))
+        return context.make_tuple(builder, sums, added)
 
     integer = types.int64
     return sums(first, each, sums, integer, integer, integer, integer), codegen
@@ -410,8 +394,9 @@ def _sum_quarters(
     sums = _zero_words(rows, each, _THREE)
     for i in range(0, count, _ROWS_A_TURN):
         fetch_more(cursor, _LINES_A_TURN * number(each) // 2)
-        codes = matrix + row_bytes * i
-        sums = _add_dots(first, each, sums, codes, row_bytes, digits + 4 * i, stride)
+        for k in range(i, min(i + _ROWS_A_TURN, count), _ROWS_A_STEP):
+            codes = matrix + row_bytes * k
+            sums = _add_dots(first, each, sums, codes, row_bytes, digits + 4 * k, stride)
     _store_dots(first, each, sums, stats, result, result_stride)
 
 
