@@ -9,6 +9,7 @@ output; encoded bytes are widened in registers and never stored.
            value = zero_j + scale_j code_jc  o_c = sum_j w_j zero_j + sum_j (w_j scale_j) code_jc
     fp8    the same, without zeros
     4 bit  the same sums over lines of codes: `fourbit`
+    dot    the sums over int8 codes as integers, where the processor can: `bytedot`
     raw    one dot product a token for the scores; the same sum for the values
 
 Scores are in base 2 (log2 e is folded into q); lse leaves as natural logarithm.
@@ -16,7 +17,7 @@ A task (page, KV head) is computed by one thread in a fixed order, so results do
 not depend on how many threads there are or on which of them ran it.
 
 A kernel is made once per (kind of page, rows, lanes) and compiled on first use. Kinds of
-page are the elements' own, and two more for pages with 4-bit parts.
+page are the elements' own, two more for pages with 4-bit parts, and those by integers.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ WIDE = 64  # lanes of a tile: four AVX-512 registers
 _WIDE, _NARROW = Const(WIDE), Const(NARROW)
 _UINT8, _FLOAT16, _FLOAT32 = Const(UINT8), Const(FLOAT16), Const(FLOAT32)
 _BFLOAT16 = Const(BFLOAT16)
-# Kinds of pages beside those of elements. DOT: 8-bit parts by integer dot products, `bytedot`.
+# Kinds of pages beside those of elements; DOT: 8-bit codes are summed as integers.
 K8V4, INT4, UINT8_DOT, K8V4_DOT = 16, 17, 18, 19
 AHEAD_BYTES_MAX = 16384  # how far ahead to prefetch: measured best of 4 to 32 KiB; L1 holds 48
 _LOG2_E = np.float32(1.4426950408889634)
@@ -113,7 +114,8 @@ JOB = np.dtype([(name, np.int64) for name in _FIELDS] + [("scale", np.float64)])
 _LAYOUT_FIELDS = (
     *_FIELDS[_FIELDS.index("keys") :], "kv_heads", "head_dim", "block_tokens", "group_tokens",
 )  # fmt: skip
-_TOPS, _TOTALS = 32, 48  # stats: eight floats of initial, four each of top and total
+# Stats: eight floats of initial, four each of top and total; a line more for `bytedot`.
+_TOPS, _TOTALS = 32, 48
 
 
 def make_job(layout: PageLayout, heads: int, n: int, q_kind: int = FLOAT32) -> npt.NDArray[np.void]:
@@ -122,7 +124,8 @@ def make_job(layout: PageLayout, heads: int, n: int, q_kind: int = FLOAT32) -> n
     `q_kind`: of the queries' elements, FLOAT32 or BFLOAT16.
 
     A worker's scratch holds ROWS_MAX rows each of q, of output and of weights, and twice
-    as many of q folded with key scales and of weights scaled: 4-bit codes have two scales a row.
+    as many of q folded with key scales and of weights scaled: 4-bit codes have two scales a row,
+    and 8-bit keys summed as integers have the next group's beside this one's.
     """
     job = np.zeros(1, dtype=JOB)
     for name in _LAYOUT_FIELDS:
@@ -162,18 +165,22 @@ def _visible(job: Any, page: Any, row: Any) -> Any:
 
 
 @inlined
+def _is_dot(kind: Any) -> Any:
+    return number(kind) == UINT8_DOT or number(kind) == K8V4_DOT
+
+
+@inlined
 def _fetch_more(kind: Any, job: Any, scratch: Any, lines: Any) -> None:
-    if number(kind) == UINT8_DOT or number(kind) == K8V4_DOT:
+    if _is_dot(kind):
         bytedot.fetch_more(scratch + job.cursor, lines)
 
 
 @step
 def _start_fetching(kind: Any, job: Any, following: Any, is_last: Any, scratch: Any) -> None:
-    """Of what is read next, ask for all that the kind's own steps do not ask for."""
-    if number(kind) == UINT8_DOT or number(kind) == K8V4_DOT:
-        end = following + job.key_error if is_last else following
-        start = following if number(kind) == UINT8_DOT else following + job.ahead
-        bytedot.start_fetching(start, end, scratch + job.cursor)
+    """Let the last rows of a task ask for the next one, but for what 4-bit values ask for."""
+    start = following if number(kind) == UINT8_DOT else following + job.ahead
+    end = following + job.key_error if is_last else start
+    bytedot.start_fetching(start, end, scratch + job.cursor)
 
 
 @step
@@ -448,7 +455,8 @@ def _attend_task(
     following_base = _head_address(job, following)
     for row in range(0, job.rows, number(rows)):
         is_last = row + number(rows) >= job.rows
-        _start_fetching(kind, job, following_base, is_last, scratch)
+        if _is_dot(kind):
+            _start_fetching(kind, job, following_base, is_last, scratch)
         _load_queries(kind, rows, job, head, row, scratch)
         seen = 0
         for r in range(row, min(row + number(rows), job.rows)):
@@ -458,7 +466,7 @@ def _attend_task(
             _softmax(kind, rows, lanes, job, base, page, row, seen, scratch)
             _values(kind, rows, job, base, seen, following_base if is_last else base, scratch)
         _store_outputs(kind, rows, job, page, head, row, scratch)
-        if number(kind) == UINT8_DOT or number(kind) == K8V4_DOT:
+        if _is_dot(kind):
             bytedot.fetch_rest(scratch + job.cursor)
 
 

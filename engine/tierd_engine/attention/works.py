@@ -26,7 +26,8 @@ def _rows_at_once(share: int, n: int) -> int:
     return 3 if -(-share // 3) * 3 < -(-share // 4) * 4 else 4
 
 
-def _kind_of(layout: PageLayout) -> int:
+def kind_of(layout: PageLayout) -> int:
+    """Return the kind of a layout's pages on this processor: what their kernel is made for."""
     kind = _KINDS.get(layout.codec, _RAW_KINDS[layout.dtype])
     if bytedot.is_built_for() and layout.group_tokens == bytedot.COLUMNS:
         if kind == UINT8 and layout.head_dim >= bytedot.COLUMNS:
@@ -38,7 +39,7 @@ def _kind_of(layout: PageLayout) -> int:
 
 def work_of(layout: PageLayout, heads: int, n: int) -> int:
     """Return the address of the compiled worker for pages of a layout and n queries."""
-    kind = _kind_of(layout)
+    kind = kind_of(layout)
     lanes = kernel.WIDE if layout.block_tokens >= kernel.WIDE else NARROW
     if layout.codec is CodecId.INT4:
         lanes = min(TILE_LANES, layout.block_tokens)  # those of a tile of keys
