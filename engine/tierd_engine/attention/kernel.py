@@ -37,6 +37,7 @@ from tierd.codec.layout import PageLayout
 from tierd.units import CACHE_LINE_BYTES, round_up
 from tierd_engine.attention import bytedot, fourbit
 from tierd_engine.attention.compiling import STEP, compile_cached, inlined, step
+from tierd_engine.attention.fetching import fetch_more, fetch_rest, start_fetching
 from tierd_engine.attention.simd import (
     BFLOAT16,
     E4M3,
@@ -172,7 +173,7 @@ def _is_dot(kind: Any) -> Any:
 @inlined
 def _fetch_more(kind: Any, job: Any, scratch: Any, lines: Any) -> None:
     if _is_dot(kind):
-        bytedot.fetch_more(scratch + job.cursor, lines)
+        fetch_more(scratch + job.cursor, lines)
 
 
 @step
@@ -180,7 +181,7 @@ def _start_fetching(kind: Any, job: Any, following: Any, is_last: Any, scratch: 
     """Let the last rows of a task ask for the next one, but for what 4-bit values ask for."""
     start = following if number(kind) == UINT8_DOT else following + job.ahead
     end = following + job.key_error if is_last else start
-    bytedot.start_fetching(start, end, scratch + job.cursor)
+    start_fetching(start, end, scratch + job.cursor)
 
 
 @step
@@ -467,7 +468,7 @@ def _attend_task(
             _values(kind, rows, job, base, seen, following_base if is_last else base, scratch)
         _store_outputs(kind, rows, job, page, head, row, scratch)
         if _is_dot(kind):
-            bytedot.fetch_rest(scratch + job.cursor)
+            fetch_rest(scratch + job.cursor)
 
 
 def _work(kind: Any, rows: Any, lanes: Any, job_address: Any, index: Any) -> None:
