@@ -8,7 +8,8 @@ weights times the values'. A row of factors becomes integers of three signed byt
                                           23 bits and a sign; so the rest is below unit / 2
     sum = unit (S0 + 256 S1 + 65536 S2)   S_k = sum_i d_ki code_i, exact
 
-So a sum is as accurate as one of float32, whose own rounding it does without.
+So a sum is about as accurate as one of float32, whose own rounding it does without; less so where
+one factor is far larger than all others: each is rounded to 2**-23 of the largest.
 
 Codes of four rows of a matrix are interleaved, so that a lane of 32 bits holds one column's four
 codes: `vpdpbusd` multiplies them by four digits and adds the products to the lane. Unpacking works
