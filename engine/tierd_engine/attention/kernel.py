@@ -9,6 +9,7 @@ output; encoded bytes are widened in registers and never stored.
            value = zero_j + scale_j code_jc  o_c = sum_j w_j zero_j + sum_j (w_j scale_j) code_jc
     fp8    the same, without zeros
     4 bit  the same sums over lines of codes: `fourbit`
+    dot    the sums over int8 codes as integers, where the processor can: `bytedot`
     raw    one dot product a token for the scores; the same sum for the values
 
 Scores are in base 2 (log2 e is folded into q); lse leaves as natural logarithm.
@@ -16,7 +17,7 @@ A task (page, KV head) is computed by one thread in a fixed order, so results do
 not depend on how many threads there are or on which of them ran it.
 
 A kernel is made once per (kind of page, rows, lanes) and compiled on first use. Kinds of
-page are the elements' own, and two more for pages with 4-bit parts.
+page are the elements' own, two more for pages with 4-bit parts, and those by integers.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from numba.extending import overload
 from tierd.codec.intrinsics import as_array
 from tierd.codec.layout import PageLayout
 from tierd.units import CACHE_LINE_BYTES, round_up
-from tierd_engine.attention import fourbit
-from tierd_engine.attention.compiling import STEP, compile_cached, step
+from tierd_engine.attention import bytedot, fourbit
+from tierd_engine.attention.compiling import STEP, compile_cached, inlined, step
+from tierd_engine.attention.fetching import fetch_more, fetch_rest, start_fetching
 from tierd_engine.attention.simd import (
     BFLOAT16,
     E4M3,
@@ -86,7 +88,8 @@ WIDE = 64  # lanes of a tile: four AVX-512 registers
 _WIDE, _NARROW = Const(WIDE), Const(NARROW)
 _UINT8, _FLOAT16, _FLOAT32 = Const(UINT8), Const(FLOAT16), Const(FLOAT32)
 _BFLOAT16 = Const(BFLOAT16)
-K8V4, INT4 = 16, 17  # kinds of pages beside those of elements
+# Kinds of pages beside those of elements; DOT: 8-bit codes are summed as integers.
+K8V4, INT4, UINT8_DOT, K8V4_DOT = 16, 17, 18, 19
 AHEAD_BYTES_MAX = 16384  # how far ahead to prefetch: measured best of 4 to 32 KiB; L1 holds 48
 _LOG2_E = np.float32(1.4426950408889634)
 _LN_2 = 0.6931471805599453
@@ -103,15 +106,17 @@ CALL_FIELDS = (
 )  # fmt: skip
 _FIELDS = (
     *CALL_FIELDS, "heads", "kv_heads", "share", "rows", "head_dim", "block_tokens",
-    "group_tokens", "q_kind", "ahead", "folded", "output", "weights", "scaled", "stats", "q_stride",
-    "weight_stride", "scratch_bytes",
-    "keys", "values", "key_scale", "key_zero", "value_scale", "value_zero", "head_bytes",
+    "group_tokens", "q_kind", "ahead", "folded", "output", "weights", "scaled", "stats", "cursor",
+    "q_stride", "weight_stride", "scratch_bytes",
+    "keys", "values", "key_scale", "key_zero", "value_scale", "value_zero", "key_error",
+    "head_bytes",
 )  # fmt: skip
 JOB = np.dtype([(name, np.int64) for name in _FIELDS] + [("scale", np.float64)])
 _LAYOUT_FIELDS = (
     *_FIELDS[_FIELDS.index("keys") :], "kv_heads", "head_dim", "block_tokens", "group_tokens",
 )  # fmt: skip
-_TOPS, _TOTALS = 32, 48  # stats: eight floats of initial, four each of top and total
+# Stats: eight floats of initial, four each of top and total; a line more for `bytedot`.
+_TOPS, _TOTALS = 32, 48
 
 
 def make_job(layout: PageLayout, heads: int, n: int, q_kind: int = FLOAT32) -> npt.NDArray[np.void]:
@@ -120,7 +125,8 @@ def make_job(layout: PageLayout, heads: int, n: int, q_kind: int = FLOAT32) -> n
     `q_kind`: of the queries' elements, FLOAT32 or BFLOAT16.
 
     A worker's scratch holds ROWS_MAX rows each of q, of output and of weights, and twice
-    as many of q folded with key scales and of weights scaled: 4-bit codes have two scales a row.
+    as many of q folded with key scales and of weights scaled: 4-bit codes have two scales a row,
+    and 8-bit keys summed as integers have the next group's beside this one's.
     """
     job = np.zeros(1, dtype=JOB)
     for name in _LAYOUT_FIELDS:
@@ -138,7 +144,8 @@ def make_job(layout: PageLayout, heads: int, n: int, q_kind: int = FLOAT32) -> n
     job["weights"] = job["output"] + ROWS_MAX * q_stride
     job["scaled"] = job["weights"] + ROWS_MAX * weight_stride
     job["stats"] = job["scaled"] + 2 * ROWS_MAX * weight_stride
-    job["scratch_bytes"] = job["stats"] + CACHE_LINE_BYTES
+    job["cursor"] = job["stats"] + 2 * CACHE_LINE_BYTES
+    job["scratch_bytes"] = job["cursor"] + CACHE_LINE_BYTES
     return job
 
 
@@ -158,8 +165,27 @@ def _visible(job: Any, page: Any, row: Any) -> Any:
     return max(0, min(tokens, last - first + 1))
 
 
+@inlined
+def _is_dot(kind: Any) -> Any:
+    return number(kind) == UINT8_DOT or number(kind) == K8V4_DOT
+
+
+@inlined
+def _fetch_more(kind: Any, job: Any, scratch: Any, lines: Any) -> None:
+    if _is_dot(kind):
+        fetch_more(scratch + job.cursor, lines)
+
+
 @step
-def _load_queries(rows: Any, job: Any, head: Any, row: Any, scratch: Any) -> None:
+def _start_fetching(kind: Any, job: Any, following: Any, is_last: Any, scratch: Any) -> None:
+    """Let the last rows of a task ask for the next one, but for what 4-bit values ask for."""
+    start = following if number(kind) == UINT8_DOT else following + job.ahead
+    end = following + job.key_error if is_last else start
+    start_fetching(start, end, scratch + job.cursor)
+
+
+@step
+def _load_queries(kind: Any, rows: Any, job: Any, head: Any, row: Any, scratch: Any) -> None:
     """Copy rows of q, scaled, into scratch; rows that are not there are 0."""
     d = job.head_dim
     factor = splat(NARROW, np.float32(job.scale * _LOG2_E))
@@ -168,6 +194,7 @@ def _load_queries(rows: Any, job: Any, head: Any, row: Any, scratch: Any) -> Non
         source = job.q + size * d * _row_offset(job, head, row + r)
         target = scratch + r * job.q_stride
         for c in range(0, d, NARROW):
+            _fetch_more(kind, job, scratch, 1)
             q = zeros(NARROW)
             if row + r < job.rows:
                 if size == 2:
@@ -179,7 +206,9 @@ def _load_queries(rows: Any, job: Any, head: Any, row: Any, scratch: Any) -> Non
 
 
 @step
-def _store_outputs(rows: Any, job: Any, page: Any, head: Any, row: Any, scratch: Any) -> None:
+def _store_outputs(
+    kind: Any, rows: Any, job: Any, page: Any, head: Any, row: Any, scratch: Any
+) -> None:
     """Normalise the rows that are there and write them and their lse."""
     d = job.head_dim
     for r in range(min(number(rows), job.rows - row)):
@@ -190,6 +219,7 @@ def _store_outputs(rows: Any, job: Any, page: Any, head: Any, row: Any, scratch:
         total = load_scalar(scratch + job.stats + _TOTALS + 4 * r)
         share = splat(NARROW, np.float32(1.0) / total)
         for c in range(0, d, NARROW):
+            _fetch_more(kind, job, scratch, 1)
             o = zeros(NARROW)
             if not is_empty:
                 o = multiply(share, load(FLOAT32, NARROW, source + 4 * c))
@@ -296,6 +326,7 @@ def _softmax(
         count = _visible(job, page, row + r) if row + r < job.rows else 0
         tops = splat(lanes, _MINUS_INF)
         for j in range(0, seen, number(lanes)):
+            _fetch_more(kind, job, scratch, 1)
             s = load(FLOAT32, lanes, weights + 4 * j)
             if j + number(lanes) > count:
                 s = keep_first(s, count - j, _MINUS_INF)
@@ -305,6 +336,7 @@ def _softmax(
         totals = zeros(lanes)
         offsets = zeros(lanes)
         for j in range(0, seen, number(lanes)):
+            _fetch_more(kind, job, scratch, 4)
             w = exp2(subtract(load(FLOAT32, lanes, weights + 4 * j), splat(lanes, top)))
             totals = add(totals, w)
             if number(kind) == UINT8 or number(kind) == E4M3:
@@ -372,6 +404,10 @@ def _choose_scores(
         return lambda kind, rows, lanes, job, base, seen, scratch: fourbit.scores(
             rows, lanes, job, base, seen, scratch
         )
+    if kind.value in (UINT8_DOT, K8V4_DOT):
+        return lambda kind, rows, lanes, job, base, seen, scratch: bytedot.scores(
+            rows, job, base, seen, scratch
+        )
     if kind.value == K8V4:
         return lambda kind, rows, lanes, job, base, seen, scratch: _scores_8_bit(
             _UINT8, rows, lanes, job, base, seen, scratch
@@ -394,7 +430,11 @@ def _values(
 def _choose_values(
     kind: Any, rows: Any, job: Any, base: Any, seen: Any, following: Any, scratch: Any
 ) -> Callable[..., None]:
-    if kind.value in (K8V4, INT4):
+    if kind.value == UINT8_DOT:
+        return lambda kind, rows, job, base, seen, following, scratch: bytedot.values(
+            rows, job, base, seen, scratch
+        )
+    if kind.value in (K8V4, K8V4_DOT, INT4):
         return lambda kind, rows, job, base, seen, following, scratch: fourbit.values(
             rows, job, base, seen, following, scratch
         )
@@ -415,16 +455,20 @@ def _attend_task(
     base = _head_address(job, task)
     following_base = _head_address(job, following)
     for row in range(0, job.rows, number(rows)):
-        _load_queries(rows, job, head, row, scratch)
+        is_last = row + number(rows) >= job.rows
+        if _is_dot(kind):
+            _start_fetching(kind, job, following_base, is_last, scratch)
+        _load_queries(kind, rows, job, head, row, scratch)
         seen = 0
         for r in range(row, min(row + number(rows), job.rows)):
             seen = max(seen, _visible(job, page, r))
         if seen > 0:
             _scores(kind, rows, lanes, job, base, seen, scratch)
             _softmax(kind, rows, lanes, job, base, page, row, seen, scratch)
-            is_last = row + number(rows) >= job.rows
             _values(kind, rows, job, base, seen, following_base if is_last else base, scratch)
-        _store_outputs(rows, job, page, head, row, scratch)
+        _store_outputs(kind, rows, job, page, head, row, scratch)
+        if _is_dot(kind):
+            fetch_rest(scratch + job.cursor)
 
 
 def _work(kind: Any, rows: Any, lanes: Any, job_address: Any, index: Any) -> None:

@@ -81,7 +81,7 @@ def emit_filled(number: float, lanes: int) -> Any:
     return ir.Constant(ir.VectorType(_FLOAT, lanes), [number] * lanes)
 
 
-def _call(
+def emit_call(
     builder: Any, name: str, result: Any, args: list[Any], flags: tuple[str, ...] = ()
 ) -> Any:
     signature = ir.FunctionType(result, [arg.type for arg in args])
@@ -92,12 +92,12 @@ def _call(
 
 
 def emit_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    return _call(builder, f"llvm.fmuladd.v{a.type.count}f32", a.type, [a, b, c])
+    return emit_call(builder, f"llvm.fmuladd.v{a.type.count}f32", a.type, [a, b, c])
 
 
 def emit_sum(builder: Any, vector: Any) -> Any:
     name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
-    return _call(builder, name, _FLOAT, [ir.Constant(_FLOAT, -0.0), vector], ("reassoc",))
+    return emit_call(builder, name, _FLOAT, [ir.Constant(_FLOAT, -0.0), vector], ("reassoc",))
 
 
 def _lanes_below(builder: Any, count: Any, lanes: int) -> Any:
@@ -242,7 +242,7 @@ def load_first(typingctx: Any, kind: Any, lanes: Any, address: Any, count: Any) 
         memory = ir.VectorType(_ELEMENTS[element], vector.lanes)
         mask = _lanes_below(builder, args[3], vector.lanes)
         pointer = pointer_to(builder, args[2], memory)
-        raw = _call(
+        raw = emit_call(
             builder, f"llvm.masked.load.v{vector.lanes}{_SUFFIXES[element]}.p0", memory,
             [pointer, ir.Constant(_I32, 1), mask, ir.Constant(memory, None)],
         )  # fmt: skip
@@ -270,10 +270,21 @@ def store_first(typingctx: Any, value: Any, address: Any, count: Any) -> Any:
         mask = _lanes_below(builder, args[2], value.lanes)
         pointer = pointer_to(builder, args[1], value.llvm)
         name = f"llvm.masked.store.v{value.lanes}f32.p0"
-        _call(builder, name, ir.VoidType(), [args[0], pointer, ir.Constant(_I32, 4), mask])
+        emit_call(builder, name, ir.VoidType(), [args[0], pointer, ir.Constant(_I32, 4), mask])
         return context.get_dummy_value()
 
     return types.void(value, types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_int64(typingctx: Any, value: Any, address: Any) -> Any:
+    """Write an int64 to `address`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[0], pointer_to(builder, args[1], _I64), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -287,17 +298,22 @@ def store_scalar(typingctx: Any, value: Any, address: Any) -> Any:
     return types.void(types.float32, types.int64), codegen
 
 
-@intrinsic
-def prefetch(typingctx: Any, address: Any) -> Any:
-    """Ask for the cache line at `address` into every cache level; any address will do."""
+def _prefetch(locality: int, doc: str) -> Any:
+    def prefetch(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = pointer_to(builder, args[0], ir.IntType(8))
+            read, keep, data = (ir.Constant(_I32, number) for number in (0, locality, 1))
+            emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
+            return context.get_dummy_value()
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = pointer_to(builder, args[0], ir.IntType(8))
-        read, keep, data = (ir.Constant(_I32, number) for number in (0, 3, 1))
-        _call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
-        return context.get_dummy_value()
+        return types.void(types.int64), codegen
 
-    return types.void(types.int64), codegen
+    prefetch.__doc__ = doc
+    return intrinsic(prefetch)
+
+
+prefetch = _prefetch(3, "Ask for the cache line at `address` into every cache level.")
+prefetch_near = _prefetch(2, "Ask for the cache line at `address` into all levels but the first.")
 
 
 @inlined
@@ -360,11 +376,11 @@ def sum_lanes(typingctx: Any, vector: Any) -> Any:
 
 @intrinsic
 def max_lanes(typingctx: Any, vector: Any) -> Any:
-    """The greatest lane; NaN lanes count as nothing."""
+    """The greatest lane; none may be NaN."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         name = f"llvm.vector.reduce.fmax.v{vector.lanes}f32"
-        return _call(builder, name, _FLOAT, [args[0]])
+        return emit_call(builder, name, _FLOAT, [args[0]], ("nnan",))
 
     return types.float32(vector), codegen
 
