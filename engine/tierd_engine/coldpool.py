@@ -33,7 +33,7 @@ from tierd.codec.compiling import Compiled, compile_cached
 from tierd.disk import header
 from tierd.disk.header import SlotCheck
 from tierd.errors import TierdError
-from tierd_engine.attention import reading
+from tierd_engine.attention import arriving, reading
 from tierd_engine.attention.atomics import TOKEN_BYTES
 from tierd_engine.attention.compiling import KERNEL_SOURCES
 from tierd_engine.workthreads import start_threads
@@ -51,9 +51,9 @@ def _compiled() -> tuple[Compiled, Compiled, Compiled, Compiled]:
     word = types.int64
     return (
         compile_cached(reading.serve, (word, word), _SOURCES, nogil=True),
-        compile_cached(reading.fill, (word,), _SOURCES),
-        compile_cached(reading.release, (word,), _SOURCES),
-        compile_cached(reading.wait, (word, word, word), _SOURCES, nogil=True),
+        compile_cached(arriving.fill, (word,), _SOURCES),
+        compile_cached(arriving.release, (word,), _SOURCES),
+        compile_cached(arriving.wait, (word, word, word), _SOURCES, nogil=True),
     )
 
 
@@ -95,16 +95,16 @@ class ColdPool:
         self._release: Callable[[int], bool] = release.call
         self._wait: Callable[[int, int, int], int] = wait.call
         self._chunk_count = 0
-        self._words = np.zeros(reading.WORDS, np.int64)
-        self._chunks = np.zeros((chunks_max, reading.CHUNK_WORDS), np.int64)
+        self._words = np.zeros(arriving.WORDS, np.int64)
+        self._chunks = np.zeros((chunks_max, arriving.CHUNK_WORDS), np.int64)
         self._pid = os.getpid()
         # A pipe wakes one of those who wait for a token.
         self._work_fd, self._tokens_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._tokens_fd, False)
-        self._words[[reading.WORK, reading.TOKENS]] = self._work_fd, self._tokens_fd
-        self._zeros = np.zeros(reading.TOKENS_MAX * TOKEN_BYTES, np.uint8)
-        self._words[reading.ZEROS] = self._zeros.ctypes.data
-        self._words[reading.CHUNKS] = self._chunks.ctypes.data
+        self._words[[arriving.WORK, arriving.TOKENS]] = self._work_fd, self._tokens_fd
+        self._zeros = np.zeros(arriving.TOKENS_MAX * TOKEN_BYTES, np.uint8)
+        self._words[arriving.ZEROS] = self._zeros.ctypes.data
+        self._words[arriving.CHUNKS] = self._chunks.ctypes.data
         self.address = int(self._words.ctypes.data)
         self._table: list[IntArray] = []
         # Each thread holds all that it may touch, should it outlive the pool in a dead disk.
@@ -153,46 +153,46 @@ class ColdPool:
             first_shares.append(len(shares))
         # Tables are made anew for each schedule, long before one is used.
         start_words = np.frombuffer(b"".join(starts), np.int64).reshape(len(pages), -1).copy()
-        page_words = np.array(pages, np.int64).reshape(-1, reading.PAGE_WORDS)
+        page_words = np.array(pages, np.int64).reshape(-1, arriving.PAGE_WORDS)
         page_words[:, 2] = start_words.ctypes.data + page_words[:, 2] * start_words.strides[0]
-        run_words = np.array(runs, np.int64).reshape(-1, reading.RUN_WORDS)
-        share_words = np.array(shares, np.int64).reshape(-1, reading.SHARE_WORDS)
+        run_words = np.array(runs, np.int64).reshape(-1, arriving.RUN_WORDS)
+        share_words = np.array(shares, np.int64).reshape(-1, arriving.SHARE_WORDS)
         unit_words, address_words = np.array(first_shares, np.int64), np.array(addresses, np.int64)
         most = int(np.diff(unit_words).max()) * len(addresses)
-        queue = np.zeros((1 << max(0, most - 1).bit_length(), reading.ENTRY_WORDS), np.int64)
+        queue = np.zeros((1 << max(0, most - 1).bit_length(), arriving.ENTRY_WORDS), np.int64)
         tables = {
-            reading.PAGES: page_words, reading.RUNS: run_words, reading.SHARES: share_words,
-            reading.UNITS: unit_words, reading.ADDRESSES: address_words, reading.QUEUE: queue,
+            arriving.PAGES: page_words, arriving.RUNS: run_words, arriving.SHARES: share_words,
+            arriving.UNITS: unit_words, arriving.ADDRESSES: address_words, arriving.QUEUE: queue,
         }  # fmt: skip
         self._table[:] = start_words, *tables.values()
         self._words[list(tables)] = [table.ctypes.data for table in tables.values()]
-        self._words[reading.UNIT_COUNT], self._words[reading.CHUNK_COUNT] = (
+        self._words[arriving.UNIT_COUNT], self._words[arriving.CHUNK_COUNT] = (
             len(units), len(addresses)
         )  # fmt: skip
-        self._words[reading.QUEUE_MASK] = len(queue) - 1
-        self._words[[reading.AHEAD, reading.REFILL]] = ahead, refill
-        self._words[[reading.ISSUED, reading.RELEASED, reading.FAILED]] = 0
-        self._words[reading.LIMIT_NS] = int(limit_seconds * _NS_PER_SECOND)
+        self._words[arriving.QUEUE_MASK] = len(queue) - 1
+        self._words[[arriving.AHEAD, arriving.REFILL]] = ahead, refill
+        self._words[[arriving.ISSUED, arriving.RELEASED, arriving.FAILED]] = 0
+        self._words[arriving.LIMIT_NS] = int(limit_seconds * _NS_PER_SECOND)
 
     @property
     def issued(self) -> int:
         """How many of the schedule's numbers were begun."""
-        return int(self._words[reading.ISSUED])
+        return int(self._words[arriving.ISSUED])
 
     @property
     def stop_address(self) -> int:
         """The address of a word that is not 0 once `has_failed`."""
-        return self.address + 8 * reading.FAILED
+        return self.address + 8 * arriving.FAILED
 
     @property
     def has_failed(self) -> bool:
         """Whether a job found a unit unsound or late; a new schedule forgets it."""
-        return bool(self._words[reading.FAILED])
+        return bool(self._words[arriving.FAILED])
 
     def waited_seconds(self) -> float:
         """Return how long jobs waited for units since this was last asked."""
-        seconds = int(self._words[reading.WAITED_NS]) / _NS_PER_SECOND
-        self._words[reading.WAITED_NS] = 0
+        seconds = int(self._words[arriving.WAITED_NS]) / _NS_PER_SECOND
+        self._words[arriving.WAITED_NS] = 0
         return seconds
 
     def fill(self) -> None:
@@ -225,22 +225,22 @@ class ColdPool:
 
     def skip(self, seconds_left: Callable[[], float]) -> None:
         """Read nothing more of what was submitted, and wait for what is under way."""
-        self._words[reading.SKIP] = 1
+        self._words[arriving.SKIP] = 1
         # An interrupt may have come between entries and their tokens: more tokens do no harm.
-        untaken = self._words[reading.TAIL] - self._words[reading.NEXT]
+        untaken = self._words[arriving.TAIL] - self._words[arriving.NEXT]
         self._wake(1 + int(untaken))
         for chunk in range(self._chunk_count):
             self.wait(chunk, seconds_left)  # a number below the chunks' count is one's own
-        self._words[reading.SKIP] = 0
+        self._words[arriving.SKIP] = 0
 
     def close(self) -> None:
         """Let each thread end after its share. Idempotent. One that is stuck ends by itself.
 
         In a child of a fork it does nothing: the threads are the parent's.
         """
-        if self._words[reading.STOP] or os.getpid() != self._pid:
+        if self._words[arriving.STOP] or os.getpid() != self._pid:
             return
-        self._words[reading.STOP] = 1
+        self._words[arriving.STOP] = 1
         self._wake(len(self._threads))
         give_up_at = time.monotonic() + _JOIN_SECONDS
         for thread in self._threads:
@@ -261,8 +261,8 @@ class ColdPool:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the queue's counts add up."""
         # In this order: a share that is done meanwhile is one less in all that is read later.
-        left, taken = int(self._chunks[:, 0].sum()), int(self._words[reading.NEXT])
-        tail = int(self._words[reading.TAIL])
+        left, taken = int(self._chunks[:, 0].sum()), int(self._words[arriving.NEXT])
+        tail = int(self._words[arriving.TAIL])
         assert taken <= tail, f"{taken=} {tail=}"
         assert tail - taken <= left, f"{taken=} {tail=} {left=}"
 

@@ -15,8 +15,8 @@ _HERE = Path(__file__).parent
 KERNEL_SOURCES = (
     *SHARED_SOURCES,
     *(_HERE / name for name in (
-        "atomics.py", "bytedot.py", "compiling.py", "fetching.py", "fourbit.py", "kernel.py",
-        "layercall.py", "merging.py", "product.py", "reading.py", "rmsnorm.py", "rotary.py",
+        "arriving.py", "atomics.py", "bytedot.py", "compiling.py", "fetching.py", "fourbit.py",
+        "kernel.py", "layercall.py", "merging.py", "product.py", "rmsnorm.py", "rotary.py",
         "simd.py", "stretch.py", "team.py", "tile.py", "works.py", "writing.py",
     )),
 )  # fmt: skip

@@ -6,7 +6,7 @@ says only where q stands and where the answer goes.
 
 A worker that is done with the pages of one layout goes on to the next without waiting for the
 others. The last one to end merges, in index order, and makes the call ready to run again. Cold
-pages come last: in a job that takes them by itself (attention/reading.py), all wait for them there.
+pages come last: a job that takes them by itself (attention/arriving.py) waits for them there.
 
 Invariants:
   between runs every claimed word and the count of ended workers is 0
@@ -30,10 +30,10 @@ from tierd.codec.intrinsics import as_array
 from tierd.codec.layout import PageLayout
 from tierd.units import CACHE_LINE_BYTES, round_up
 from tierd_engine.attention import kernel
+from tierd_engine.attention.arriving import arrives, gives_back
 from tierd_engine.attention.atomics import add_word, store_word
 from tierd_engine.attention.compiling import compile_cached
 from tierd_engine.attention.merging import MERGE_SCRATCH_BYTES, merge_rows
-from tierd_engine.attention.reading import arrives, gives_back
 from tierd_engine.attention.simd import (
     ConstType,
     element_bytes,
