@@ -213,6 +213,37 @@ def test_pages_whose_slab_finds_no_room_are_said_to_be_lost_with_the_reason() ->
     rig.store.check_integrity()
 
 
+@pytest.mark.parametrize("tier", [Tier.WARM, Tier.COLD])
+@pytest.mark.parametrize("published", range(1, LAYERS))
+def test_a_block_whose_daemon_died_while_it_published_it_can_be_demoted_again(
+    tier: Tier, published: int
+) -> None:
+    """The engine has it hot still: it was never answered."""
+    disk = SimulatedDisk(1)
+    rig = Rig(disk=disk, durable=True, warm_bytes=(16 if tier is Tier.WARM else 1) * INT8_BLOCK)
+    session = rig.session(rig.engine(1))
+    rig.demote(session, [1])
+    plan = rig.store.plan_demotion(1, session.number, [2], 1, writes_cold=True)
+    assert plan.tier is tier
+    demotion = rig.store.commit(1, plan.reservation, rig.write(session, plan))
+    rig.ledger.flush()
+    if demotion is not None:
+        rig.store.loans.finish(demotion, None)
+    assert session.table is not None
+    for layer in range(published, LAYERS):
+        session.table.unpublish(layer, 2)  # as it was before
+    offered = offers_of(rig, session)
+    rig.store.close()
+    rig = Rig(disk=disk.kill(), durable=True, first_number=100)
+    rig.engine(1)
+    told: list[PageKey] = []
+    rig.store.traffic.on_lost = lambda _, lost, why: told.extend(lost)
+    adopted = hand_back(rig, 1, session.number, offered)
+    assert adopted.index.blocks_from(0) == [1] and told == []
+    assert rig.store.plan_demotion(1, adopted.number, [2], 1).blocks == [2]
+    rig.store.check_integrity()
+
+
 def test_a_daemon_logs_what_an_engine_found_lost(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -208,7 +208,8 @@ class Traffic:
         """Make a session's pages those of its old page table, as far as they are right.
 
         What the ledger has of it stands in its index already. A warm page whose bytes are in
-        cold too has it behind it; a cold one that the table does not name was given up.
+        cold too has it behind it; a cold one that the table does not name was given up. A block
+        comes back whole or not at all: an engine that has it hot still can then demote it again.
         """
         index = session.index
         given_up = [
@@ -228,9 +229,12 @@ class Traffic:
                     self._placement.drop(session, [PageKey(session.number, layer, block)])
                 backing = behind.place if behind is not None and same else None
                 index.set(layer, block, Page(page.place, page.digest, backing))
-        index.bump()
-        self.counts["adoptions"] += len(index)
         self._tell_lost(session, found)
+        # A daemon that died while it published a block, or gave one up, left a part of it.
+        partial = [block for block in index.blocks_from(0) if not index.holds([block])]
+        rest = [PageKey(session.number, layer, b) for b in partial for layer in index.layers_of(b)]
+        self._placement.drop(session, rest)
+        self.counts["adoptions"] += len(index)
 
     def _tell_lost(self, session: Session, found: Found) -> None:
         """Say which pages the old table named that are not the session's again."""
