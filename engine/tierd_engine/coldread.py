@@ -44,6 +44,9 @@ if TYPE_CHECKING:  # it imports Numba, which is of use only where pages are cold
 READ_THREADS = 16
 # 8 MiB in a chunk; 1 MiB/s is the slowest disk a job can still use: 8 s, and 2 s of grace.
 READ_DEADLINE_SECONDS = 10.0
+# A job of the team hears of nothing while it waits, a Ctrl-C neither: what comes later than this
+# is waited for layer by layer.
+JOB_WAIT_SECONDS = 1.0
 FILLS = 4  # in which all chunks are filled again: each wakes threads
 # Reads that one thread does for one future: a future costs as much of the interpreter's lock as
 # two pages' digests. A ring of two units of 4 MiB still has a share for each thread.
@@ -206,7 +209,7 @@ class ColdReader:
         addresses = [self._address(chunk) for chunk in range(self._chunks)]
         self._pool.set_table(
             [unit.pool_shares(shares) for unit, shares in table], addresses,
-            min(self._chunks, len(units)), self._refill(len(units)), READ_DEADLINE_SECONDS,
+            min(self._chunks, len(units)), self._refill(len(units)), JOB_WAIT_SECONDS,
         )  # fmt: skip
         return True
 

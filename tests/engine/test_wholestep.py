@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -247,6 +251,59 @@ def test_a_page_damaged_under_whole_steps_is_found_and_recomputed(
     torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=5e-4)
 
 
+@contextmanager
+def stuck_share(rig: TierRig, seconds: float = 1e9) -> Iterator[None]:
+    """Hold back a share of the second unit that the next step takes: until the end, or so long."""
+    pool, number = rig.kv.reader.pool_for_job(), rig.kv.reader.next_number
+    assert pool is not None and pool.wait(number + 1, lambda: 5.0)
+    chunk, comes = (number + 1) % pool._chunk_count, threading.Event()
+
+    def come() -> None:
+        comes.wait(seconds)
+        pool._chunks[chunk, 0] -= 1
+
+    pool._chunks[chunk, 0] += 1
+    thread = threading.Thread(target=come)
+    thread.start()
+    try:
+        yield
+    finally:
+        comes.set()
+        thread.join()
+
+
+@needs_pool
+def test_a_unit_that_comes_late_costs_a_step_its_job_and_nothing_else(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile Ctrl-C is heard, as it is not by a job."""
+    heard: list[float] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(time.monotonic()))
+    monkeypatch.setattr(coldread, "JOB_WAIT_SECONDS", 0.2)
+    tokens = random_tokens(12, 4)
+    rows = []
+    try:
+        for is_late in (False, True):
+            with cold_rig(tiny_model(5, "qwen3")) as rig:
+                rig.generator.feed(random_tokens(100, 3))
+                found = [rig.generator.feed([token]) for token in tokens[:8]]
+                if is_late:
+                    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
+                    with stuck_share(rig, 4.0):
+                        timer.start()
+                        found.append(rig.generator.feed([tokens[8]]))
+                        comes_at = time.monotonic()
+                    timer.join()
+                    assert len(heard) == 1 and heard[0] < comes_at - 1.0
+                found += [rig.generator.feed([token]) for token in tokens[len(found) :]]
+                assert rig.generator.losses.total() == 0
+                rig.kv.check_integrity()
+            rows.append(torch.stack(found))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert torch.equal(*rows)
+
+
 @needs_pool
 def test_a_disk_that_does_not_answer_ends_a_whole_step_in_time(
     workers: int, monkeypatch: pytest.MonkeyPatch
@@ -256,20 +313,15 @@ def test_a_disk_that_does_not_answer_ends_a_whole_step_in_time(
     rows = []
     for hangs in (False, True):
         with cold_rig(tiny_model(5, "qwen3")) as rig:
-            monkeypatch.setattr(coldread, "READ_DEADLINE_SECONDS", 0.3 if hangs else 10.0)
+            monkeypatch.setattr(coldread, "READ_DEADLINE_SECONDS", 0.5 if hangs else 10.0)
+            monkeypatch.setattr(coldread, "JOB_WAIT_SECONDS", 0.1 if hangs else 1.0)
             rig.generator.feed(random_tokens(100, 3))
             found = [rig.generator.feed([token]) for token in tokens[:8]]
             if hangs:
-                pool, number = rig.kv.reader.pool_for_job(), rig.kv.reader.next_number
-                assert pool is not None
-                assert pool.wait(number + 1, lambda: 5.0)
-                chunk = (number + 1) % pool._chunk_count
-                pool._chunks[chunk, 0] += 1  # a share that does not come back
                 start = time.monotonic()
-                with pytest.raises(DeadlineExceeded):
+                with stuck_share(rig), pytest.raises(DeadlineExceeded):
                     rig.generator.feed([tokens[8]])
-                assert 0.3 <= time.monotonic() - start < 5
-                pool._chunks[chunk, 0] -= 1
+                assert 0.6 <= time.monotonic() - start < 5
                 rig.generator.token_ids.pop()  # fed again below
             found += [rig.generator.feed([token]) for token in tokens[8:]]
             assert rig.generator.decode_step.whole_steps >= 9

@@ -53,9 +53,8 @@ COLUMNS = 64  # codes of a row that are taken at once
 _UNITS = 16  # bytes from the initial values of rows to their units, in stats
 _DIGITS = 3
 _ROWS_A_STEP = 4
-# A turn takes 16 rows, or half of their columns. Six lines of the eight that half a turn reads:
-# other steps ask for the rest meanwhile. Of 5 and 6, 6 is better at a head_dim
-# of 128, and no worse at 64.
+# A turn takes 16 rows, or half of their columns: eight lines. It asks for six of what is read
+# next, other steps for the rest. Six were faster than five at a head_dim of 128, equal at 64.
 _ROWS_A_TURN = 16
 _LINES_A_TURN = 6
 _FLOAT16 = Const(FLOAT16)

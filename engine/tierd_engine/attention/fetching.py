@@ -6,7 +6,7 @@ order in which they are asked for is not the order in which it works.
 
 Invariants:
   a cursor is one worker's: the address of the next line, then where what is read next ends
-  no line is asked for twice; `fetch_rest` leaves none
+  every line is asked for: `fetch_rest` leaves none. A few behind the end may be too
 """
 
 from __future__ import annotations

@@ -276,26 +276,20 @@ def store_first(typingctx: Any, value: Any, address: Any, count: Any) -> Any:
     return types.void(value, types.int64, types.int64), codegen
 
 
-@intrinsic
-def store_int64(typingctx: Any, value: Any, address: Any) -> Any:
-    """Write an int64 to `address`."""
+def _store_one(numba_type: Any, element: Any, align: int) -> Any:
+    @intrinsic
+    def operation(typingctx: Any, value: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            builder.store(args[0], pointer_to(builder, args[1], element), align=align)
+            return context.get_dummy_value()
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[0], pointer_to(builder, args[1], _I64), align=8)
-        return context.get_dummy_value()
+        return types.void(numba_type, types.int64), codegen
 
-    return types.void(types.int64, types.int64), codegen
+    return operation
 
 
-@intrinsic
-def store_scalar(typingctx: Any, value: Any, address: Any) -> Any:
-    """Write a float32 to `address`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[0], pointer_to(builder, args[1], _FLOAT), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.float32, types.int64), codegen
+store_int64 = _store_one(types.int64, _I64, align=8)
+store_scalar = _store_one(types.float32, _FLOAT, align=1)
 
 
 def _prefetch(locality: int, doc: str) -> Any:
