@@ -27,7 +27,7 @@ from tierd_engine.sizing import JobSizes, size_tiers
 from tierd_engine.weightonly import Weights, apply_weights
 
 LOGIT_DIFFERENCE_MAX = 3e-4
-NEW_TOKENS = 128
+NEW_TOKENS = 256
 CONTEXTS = (255, 256, 257, 300, 1000, 4096, 8000)
 SMALLEST = "smallest"
 HOT_BUDGETS = ("25%", "10%", SMALLEST)
@@ -70,8 +70,10 @@ class _Reference:
     logits: list[Any]
 
 
-def bench_exact(contexts: Sequence[int], document: str) -> list[ExactCell]:
-    """Run every cell of the given contexts on SmolLM2 in float32."""
+def bench_exact(
+    contexts: Sequence[int], document: str, new_tokens: int = NEW_TOKENS
+) -> list[ExactCell]:
+    """Run every cell of the given contexts on SmolLM2 in float32, `new_tokens` greedy tokens."""
     folder = hf.resolve_model(hf.PACKAGED_MODEL)
     config = hf.load_config(folder)
     shape = hf.model_shape(config)
@@ -81,9 +83,9 @@ def bench_exact(contexts: Sequence[int], document: str) -> list[ExactCell]:
     cells = []
     for context in contexts:
         prompt = build_prompt(tokenizer, document, "What is this about?", context).token_ids
-        reference = _reference(as_loaded, prompt)
+        reference = _reference(as_loaded, prompt, new_tokens)
         for hot in HOT_BUDGETS:
-            sizes = _sizes(shape, context, hot)
+            sizes = _sizes(shape, context, new_tokens, hot)
             for plan in (PlanMode.NEAR, PlanMode.STREAM):
                 cell = _cell(model, shape, reference, hot, sizes, plan)
                 print(_line(cell), file=sys.stderr, flush=True)
@@ -91,21 +93,21 @@ def bench_exact(contexts: Sequence[int], document: str) -> list[ExactCell]:
     return cells
 
 
-def _reference(model: Any, prompt: list[int]) -> _Reference:
+def _reference(model: Any, prompt: list[int], new_tokens: int) -> _Reference:
     run = OwnCacheRun(model)
     logits = [run.prefill(prompt)]
     tokens = [int(logits[0].argmax())]
-    while len(tokens) < NEW_TOKENS:
+    while len(tokens) < new_tokens:
         logits.append(run.decode(tokens[-1]))
         tokens.append(int(logits[-1].argmax()))
     return _Reference(prompt, tokens, logits)
 
 
-def _sizes(shape: hf.ModelShape, context: int, hot: str) -> JobSizes:
+def _sizes(shape: hf.ModelShape, context: int, new_tokens: int, hot: str) -> JobSizes:
     def sized(hot_text: str) -> JobSizes:
         return size_tiers(
             shape, DType.FLOAT32, CodecId.RAW, context_tokens=context,
-            max_new_tokens=NEW_TOKENS, hot=hot_text, warm="25%", block_tokens=None,
+            max_new_tokens=new_tokens, hot=hot_text, warm="25%", block_tokens=None,
         )  # fmt: skip
 
     if hot != SMALLEST:
@@ -136,7 +138,7 @@ def _cell(
         for i, (token, expected) in enumerate(zip(reference.tokens, reference.logits, strict=True)):
             differences.append(float((logits - expected).abs().max()))
             identical &= int(logits.argmax()) == token
-            if i + 1 < NEW_TOKENS:
+            if i + 1 < len(reference.tokens):
                 logits = generator.feed([token])
         kv.check_integrity()
         return ExactCell(
