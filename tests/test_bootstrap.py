@@ -217,6 +217,14 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
         make_private_folder(str(folder))
 
 
+def test_a_folder_is_made_for_a_socket_where_its_parent_is_there(tmp_path: Path) -> None:
+    make_private_folder(str(tmp_path / "one"))
+    make_private_folder(str(tmp_path / "one"))
+    with pytest.raises(ConfigError, match=r"service\.socket: folder .*two/three: No such file"):
+        make_private_folder(str(tmp_path / "two" / "three"))
+    assert not (tmp_path / "two").exists()
+
+
 def test_a_dead_daemons_socket_is_replaced(path: str) -> None:
     os.mkdir(os.path.dirname(path), 0o700)
     dead = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -284,10 +284,11 @@ def _pidfd_of(sock: socket.socket, pid: int) -> int:
 def make_private_folder(folder: str) -> None:
     """Make a folder for sockets, 0700 and ours. Raises ConfigError if it is not."""
     try:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, mode=0o700)
         status = os.stat(folder, follow_symlinks=False)
     except OSError as error:
-        raise ConfigError(f"service.socket: {folder}: {error.strerror}") from None
+        raise ConfigError(f"service.socket: folder {folder}: {error.strerror}") from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise ConfigError(f"service.socket: {folder} is not a folder of this user")
     if status.st_mode & 0o022:

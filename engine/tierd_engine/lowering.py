@@ -49,13 +49,14 @@ class Lowered:
     """A recording with its stretches as calls, the constants that it gained, and the stretches.
 
     `attended`: what stands between each of them and the next, if that is attention and nothing
-    else from the first of them on; else empty.
+    else from the first of them on; else empty, and `problem` says why.
     """
 
     graph: torch.fx.Graph
     constants: dict[str, torch.Tensor]
     stretches: list[Stretch]
     attended: list[Attended]
+    problem: str | None
 
     def as_one(self, run: Callable[..., None]) -> torch.fx.Graph:
         """Return the recording with one call in place of all from the first stretch on."""
@@ -75,12 +76,13 @@ class Lowered:
 def lowered(graph: torch.fx.Graph) -> Lowered:
     """Lower a recording. One with writes to tensors that are there stays as it is."""
     if any(map(_writes, graph.nodes)):
-        return Lowered(graph, {}, [], [])
+        return Lowered(graph, {}, [], [], "it writes to tensors that are there")
     lowering = _Lowering()
     for node in graph.nodes:
         lowering.add(node)
     attended = lowering.attended()
-    return Lowered(lowering.graph, lowering.constants, lowering.stretches, attended)
+    problem = None if attended else lowering.problem()
+    return Lowered(lowering.graph, lowering.constants, lowering.stretches, attended, problem)
 
 
 def _writes(node: Node) -> bool:
@@ -159,6 +161,20 @@ class _Lowering:
         found = [self._attention(calls) for calls in inner]
         return [one for one in found if one is not None] if None not in found else []
 
+    def problem(self) -> str:
+        """Why there is something else between the stretches."""
+        calls = {
+            _name_of(node)
+            for run in self._between[1:]
+            for node in run
+            if node.op in ("call_function", "call_method") and _ours(node, TierLayer) is None
+        }
+        if not self.stretches:
+            return "none of its calls is a product of ours"
+        if calls:
+            return f"there is no operator of ours for {', '.join(sorted(calls))}"
+        return "its layers are not one attention each"
+
     def _attention(self, calls: list[Node]) -> Attended | None:
         """What two calls are that append to a layer and attend; None if they are others."""
         layers = [_ours(node, TierLayer) for node in calls]
@@ -190,6 +206,14 @@ def _ours(node: Node, kind: type[T]) -> T | None:
     """Whose method a call is, if an object of `kind`'s."""
     owner = getattr(node.target, "__self__", None)
     return owner if isinstance(owner, kind) else None
+
+
+def _name_of(node: Node) -> str:
+    """What people call a call."""
+    owner = getattr(node.target, "__self__", None)
+    if isinstance(owner, torch.nn.Module):
+        return type(owner).__name__
+    return node.target if isinstance(node.target, str) else str(node.target.__name__)
 
 
 def _put(node: Node, stretch: Stretch, tensor: Callable[[Node], torch.Tensor]) -> Any:

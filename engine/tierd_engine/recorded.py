@@ -191,7 +191,7 @@ class DecodeStep:
     """A model's step of one token over a TierCache: from its recording once there is one.
 
     `problem`: why there is none; None where there is one. `recorded_steps`: how many ran from it,
-    and of these `whole_steps` as one job (wholestep.py).
+    and of these `whole_steps` as one job (wholestep.py); `whole_problem`: why none can.
     """
 
     def __init__(self, model: Any, cache: TierCache) -> None:
@@ -204,6 +204,7 @@ class DecodeStep:
         self._before: Recorder | None = None
         self._left = RECORDINGS_MAX
         self.problem: str | None = "there were too few steps"
+        self.whole_problem = self.problem
         self.recorded_steps = self.whole_steps = 0
         call = getattr(type(model), "forward", type(model).__call__)
         if "position_ids" not in inspect.signature(call).parameters:
@@ -264,9 +265,15 @@ class DecodeStep:
             return
         self._before = self.problem = None
         kv = self._kv
-        if isinstance(kv, SessionKV) and fits(kv, found.stretches, found.attended):
+        if not isinstance(kv, SessionKV):
+            self.whole_problem = "its KV is no session's"
+        elif found.problem is not None or not fits(kv, found.stretches, found.attended):
+            self.whole_problem = found.problem or "its dtype is not the hot tier's"
+        else:
+            self.whole_problem = None
             self._whole = WholeStep(kv, found.stretches, found.attended)
             self._run_whole = compiled(found.as_one(self._whole.run), constants)
 
     def _leave_alone(self, problem: str) -> None:
         self._left, self._before, self.problem = 0, None, problem
+        self.whole_problem = problem

@@ -135,6 +135,7 @@ def build_report(
             "recorded_steps": generator.decode_step.recorded_steps,
             "steps_as_one_job": generator.decode_step.whole_steps,
             "not_recorded_because": generator.decode_step.problem,
+            "not_one_job_because": generator.decode_step.whole_problem,
         },
         **_tier_sections(job, kv, stats),
         "device": kv.workings.figures(),

@@ -55,6 +55,32 @@ def test_a_signal_while_something_is_imported_ends_at_once(number: int, module: 
     assert (job.returncode, out, err) == (128 + number, "", "tierd: interrupted\n")
 
 
+ENDING = """
+import atexit, sys, time
+atexit.register(time.sleep, 30)
+atexit.register(print, "ending", flush=True)
+from tierd.cli import main
+sys.argv = ["tierd", "--version"]
+sys.exit(main())
+"""
+
+
+def test_a_signal_while_the_process_ends_says_nothing_more() -> None:
+    job = subprocess.Popen(
+        [sys.executable, "-c", ENDING], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert job.stdout is not None
+        while job.stdout.readline() != "ending\n":
+            pass
+        job.send_signal(signal.SIGINT)
+        out, err = job.communicate(timeout=10.0)
+    finally:
+        job.kill()
+    assert (job.returncode, out, err) == (-signal.SIGINT, "", "")
+
+
 def test_a_signal_that_a_library_swallowed_is_raised_at_the_next_event(
     tierd: Any, world: Any
 ) -> None:

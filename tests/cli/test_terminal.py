@@ -123,3 +123,17 @@ def test_the_rate_of_prefill_leaves_out_what_a_resumed_session_held(
 def test_a_quiet_display_starts_no_ticker() -> None:
     with terminal.JobDisplay(stream_text=True, quiet=True) as display:
         assert not display._ticker.is_alive()
+
+
+@pytest.mark.parametrize(("is_terminal", "answer"), [(False, "one two\n"), (True, "one \ntwo\n")])
+def test_a_note_amid_the_answer_does_not_get_into_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, *, is_terminal: bool, answer: str
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    with terminal.JobDisplay(stream_text=True, quiet=False) as display:
+        display.token("one ")
+        display.note("block 3 was lost")
+        display.token("two")
+    captured = capsys.readouterr()
+    assert captured.out == answer
+    assert captured.err.endswith("tierd: block 3 was lost\n")

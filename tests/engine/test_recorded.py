@@ -70,7 +70,7 @@ def test_steps_from_a_recording_give_the_bits_of_the_models_own(
     assert is_recorded == (kind in RECORDED)
     # Operators of stretches round otherwise than PyTorch's (silu, by a few units of 2^-24).
     torch.testing.assert_close(found, own, rtol=0, atol=2**-17 * float(own.abs().max()))
-    monkeypatch.setattr(recorded, "lowered", lambda graph: Lowered(graph, {}, [], []))
+    monkeypatch.setattr(recorded, "lowered", lambda graph: Lowered(graph, {}, [], [], ""))
     assert torch.equal(decoded(model, shape, record=True)[0], own)
 
 
@@ -169,9 +169,28 @@ def test_a_job_tells_how_its_steps_ran() -> None:
         told = []
         for token in random_tokens(5, 4):
             rig.generator.feed([token])
-            told.append((step.recorded_steps, step.whole_steps, step.problem))
+            told.append((step.recorded_steps, step.whole_steps, step.problem, step.whole_problem))
     why = "there were too few steps"
-    assert told == [(0, 0, why), (0, 0, None), (1, 1, None), (2, 2, None), (3, 3, None)]
+    assert told[0] == (0, 0, why, why)
+    assert told[1:] == [(n, n, None, None) for n in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("GraniteConfig", "there is no operator of ours for div, mul"),
+        ("MixtralConfig", "it writes to tensors that are there"),
+        ("OPTConfig", "its steps differ"),
+    ],
+)
+def test_a_job_tells_why_its_steps_are_not_one_job_each(kind: str, why: str) -> None:
+    model, shape = tiny(kind)
+    with TierRig(shape, model, 60, 60, hot="60%", block_tokens=16) as rig:
+        step = rig.generator.decode_step
+        rig.generator.feed(random_tokens(40, 1))
+        for token in random_tokens(6, 2):
+            rig.generator.feed([token])
+        assert (step.whole_steps, step.whole_problem) == (0, why)
 
 
 def test_a_model_that_gives_other_heads_than_its_config_is_refused_by_name() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 from collections.abc import Sequence
 
 from tierd.memorywords import says_shortage
@@ -19,7 +21,11 @@ _FAILED = 1  # as in exits.py, which may be what cannot be loaded
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+    """Run one command and return its exit code. `argv` None: the process's own, its last thing."""
+    is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if argv is None and is_usual and threading.current_thread() is threading.main_thread():
+        # A second Ctrl-C while the process ends has nobody left to raise anything at.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         return _main(argv)
     except MemoryError:

@@ -165,7 +165,8 @@ Rejoin = Annotated[
         "--rejoin",
         metavar="DURATION",
         callback=checked("--rejoin", checks.duration),
-        help="How long to wait for the next daemon when the job's has died.",
+        help="How long to wait for the next daemon when the job's has died, or for one that stands "
+        "still (10s at least: what a call to it has).",
     ),
 ]
 Verify = Annotated[

@@ -215,7 +215,8 @@ class JobDisplay:
         if self._bar is not None:
             self._bar.console.print(f"tierd: {text}", markup=False)
             return
-        self._end_line()
+        if sys.stdout.isatty():  # else the answer is a file's or a program's: nothing gets into it
+            self._end_line()
         warn(text)
 
     def _finish_prefill(self) -> None:
