@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tierd_engine.attention.stretch import ADD, MULTIPLY, NORM, ROTARY, SILU
+from tierd_engine.attention.stretch import ADD, DIVIDE, MULTIPLY, NORM, ROTARY, SCALE, SILU
 from tierd_engine.cache import TierLayer
 from tierd_engine.fewnorms import FewRowsNorm
 from tierd_engine.fewrotary import are_one_token, is_ours
@@ -37,10 +37,18 @@ EXAMPLE = "example"  # of a node's `meta`: the tensor, or tuple of tensors, that
 
 _VIEWS = frozenset(
     ("view", "reshape", "transpose", "contiguous", "unsqueeze", "squeeze", "flatten", "permute",
-     "__getitem__")
+     "__getitem__", "chunk", "split")
 )  # fmt: skip
+_NOTHING = torch.nn.functional.dropout  # in a model that is not trained
 _NO_WRITES = frozenset(("__invert__", "__index__", "__int__"))
 _METHODS = {"add": ADD, "__add__": ADD, "mul": MULTIPLY, "__mul__": MULTIPLY}
+_BY_NUMBER = {
+    "mul": SCALE,
+    "__mul__": SCALE,
+    "__rmul__": SCALE,
+    "div": DIVIDE,
+    "__truediv__": DIVIDE,
+}
 _FUNCTIONS = {torch.add: ADD, torch.mul: MULTIPLY, torch.nn.functional.silu: SILU}
 
 
@@ -220,9 +228,11 @@ def _put(node: Node, stretch: Stretch, tensor: Callable[[Node], torch.Tensor]) -
     """Add a call to a stretch; return where its result will stand."""
     if node.target is operator.getitem:
         source, index = node.args
-        return tensor(source)[index]  # of a pair
+        return tensor(source)[index]  # of a tuple
     if _is_view(node):
         (source, *rest), named = node.args, node.kwargs
+        if node.target is _NOTHING:
+            return tensor(source)
         return getattr(tensor(source), node.target)(*rest, **named)
     read = [tensor(argument) for argument in node.args if isinstance(argument, torch.fx.Node)]
     example = node.meta[EXAMPLE]
@@ -239,6 +249,8 @@ def _put(node: Node, stretch: Stretch, tensor: Callable[[Node], torch.Tensor]) -
         rows, width = out.numel() // norm.width, norm.width
         tensors = [read[0], norm.weight, out]
         stretch.operate(NORM, tensors, rows=rows, width=width, epsilon=norm.epsilon)
+    elif (kind := _kind_by_number(node)) is not None:
+        stretch.operate(kind, [*read, out], width=out.numel(), factor=node.args[1])
     else:
         kind = _kind_of(node)
         assert kind is not None
@@ -252,16 +264,26 @@ def _kind_of(node: Node) -> int | None:
     return kinds.get(node.target)
 
 
+def _kind_by_number(node: Node) -> int | None:
+    """Which operator on elements and a number a call is."""
+    if node.op != "call_method" or len(node.args) != 2 or type(node.args[1]) not in (int, float):
+        return None
+    return _BY_NUMBER.get(node.target)
+
+
 def _is_lowerable(node: Node) -> bool:
     """Whether there is an operator for a call, of these tensors."""
     if node.op not in ("call_function", "call_method"):
         return False
     read = [a.meta[EXAMPLE] for a in node.args if isinstance(a, torch.fx.Node)]
-    if len(read) != len(node.args) or not read or not all(map(_fits, read)):
+    by_number = _kind_by_number(node) is not None
+    if len(read) + by_number != len(node.args) or not read or not all(map(_fits, read)):
         return False
     x = read[0]
     if any(one.dtype is not x.dtype for one in read) or any(node.kwargs.values()):
         return False
+    if by_number:
+        return True
     if (linear := _ours(node, RowsLinear)) is not None:
         return linear.products.rows_of(x) == 1
     if (norm := _ours(node, FewRowsNorm)) is not None:
@@ -285,8 +307,10 @@ def _is_view(node: Node) -> bool:
     if not isinstance(source, torch.fx.Node) or len(node.all_input_nodes) > 1:
         return False
     if node.target is operator.getitem:
-        return is_ours(source.target) and _is_lowerable(source)
-    if node.target not in _VIEWS:
+        return _is_view(source) or (is_ours(source.target) and _is_lowerable(source))
+    if node.target not in _VIEWS and node.target is not _NOTHING:
         return False
-    memory = [one.meta[EXAMPLE].untyped_storage().data_ptr() for one in (source, node)]
-    return bool(memory[0] == memory[1])
+    made = node.meta[EXAMPLE]
+    parts = made if isinstance(made, tuple) else (made,)
+    memory = {one.untyped_storage().data_ptr() for one in (source.meta[EXAMPLE], *parts)}
+    return len(memory) == 1

@@ -204,7 +204,7 @@ class DecodeStep:
         self._before: Recorder | None = None
         self._left = RECORDINGS_MAX
         self.problem: str | None = "there were too few steps"
-        self.whole_problem = self.problem
+        self.whole_problem: str | None = self.problem
         self.recorded_steps = self.whole_steps = 0
         call = getattr(type(model), "forward", type(model).__call__)
         if "position_ids" not in inspect.signature(call).parameters:

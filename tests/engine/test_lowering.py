@@ -216,6 +216,53 @@ class Wide(torch.nn.Module):
         return (rows[0] + rows[1]).view(1, 1, WIDTH).expand(1, 1, WIDTH)
 
 
+class Fused(torch.nn.Module):
+    """Products that are cut apart, numbers, and what does nothing: all of them have operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, cos: Any, sin: Any, attend: Attention) -> torch.Tensor:
+        """Return a row."""
+        for p in (0.1, 0.9):
+            gate, up = self.both(x).chunk(2, dim=-1)
+            first, _, last = self.both(x).split(WIDTH // 2, -1)[1:]
+            h = self.down(torch.nn.functional.silu(gate) * up) * 0.22 + 0.5 * x / 3
+            h = torch.nn.functional.dropout(h, p=p, training=False) + torch.cat((first, last), -1)
+            x = self.down(h)
+        return x
+
+
+def test_parts_of_a_product_and_numbers_are_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = made(monkeypatch)
+    model = Fused()
+    replace_linears(model)
+    check(recorded(model, torch.float32), model, torch.float32)
+    assert [len(one._phases) for one in found] == [2, 4, 2]  # cut by what joins two parts
+
+
+class Noisy(torch.nn.Module):
+    """A model in training: what it drops is drawn anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (torch.nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, cos: Any, sin: Any, attend: Attention) -> torch.Tensor:
+        """Return a row."""
+        return self.b(torch.nn.functional.dropout(self.a(x), 0.5, training=True))
+
+
+def test_what_is_dropped_is_drawn_anew() -> None:
+    model = Noisy()
+    replace_linears(model)
+    run = recorded(model, torch.float32)
+    x = draw(torch.float32, 1)
+    with torch.inference_mode():
+        assert len({float(run(*x).sum()) for _ in range(8)}) > 1
+
+
 def test_operators_of_other_kinds_stand_between_stretches() -> None:
     model = Wide()
     replace_linears(model)
@@ -244,5 +291,6 @@ def test_sessions_that_share_a_model_have_memory_of_their_own() -> None:
 
 
 def test_every_operator_has_a_test_of_its_numbers() -> None:
-    kinds = {*lowering._METHODS.values(), *lowering._FUNCTIONS.values()}
-    assert kinds | {stretches.NORM, stretches.ROTARY, stretches.WRITE} == set(range(6))
+    tables = lowering._METHODS, lowering._FUNCTIONS, lowering._BY_NUMBER
+    kinds = {kind for table in tables for kind in table.values()}
+    assert kinds | {stretches.NORM, stretches.ROTARY, stretches.WRITE} == set(range(8))

@@ -33,6 +33,9 @@ RECORDED = (
     "GPTNeoXConfig", "GPTJConfig", "CohereConfig", "GraniteConfig", "Olmo2Config", "MixtralConfig",
     "Qwen3MoeConfig", "Starcoder2Config", "NemotronConfig", "Glm4Config",
 )  # fmt: skip
+AS_ONE_JOB = (
+    "LlamaConfig", "Qwen2Config", "Qwen3Config", "Phi3Config", "GraniteConfig", "Olmo2Config"
+)  # fmt: skip
 LEFT_ALONE = ("GPT2Config", "OPTConfig")  # a tensor's value is asked for; a position is a number
 
 
@@ -175,10 +178,21 @@ def test_a_job_tells_how_its_steps_ran() -> None:
     assert told[1:] == [(n, n, None, None) for n in range(4)]
 
 
+@pytest.mark.parametrize("kind", AS_ONE_JOB)
+def test_steps_of_the_usual_kinds_are_one_job_each(kind: str) -> None:
+    model, shape = tiny(kind)
+    with TierRig(shape, model, 60, 60, hot="60%", warm="100%", block_tokens=16) as rig:
+        rig.generator.feed(random_tokens(40, 1))
+        for token in random_tokens(6, 2):
+            rig.generator.feed([token])
+        step = rig.generator.decode_step
+        assert (step.recorded_steps, step.whole_steps, step.whole_problem) == (4, 4, None)
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("GraniteConfig", "there is no operator of ours for div, mul"),
+        ("Starcoder2Config", "there is no operator of ours for gelu, layer_norm"),
         ("MixtralConfig", "it writes to tensors that are there"),
         ("OPTConfig", "its steps differ"),
     ],

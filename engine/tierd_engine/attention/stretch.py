@@ -60,15 +60,15 @@ from tierd_engine.attention.simd import (
 from tierd_engine.attention.team import call_work
 from tierd_engine.attention.writing import copy_row
 
-NORM, ROTARY, ADD, MULTIPLY, SILU, WRITE = range(6)
+NORM, ROTARY, ADD, MULTIPLY, SILU, SCALE, DIVIDE, WRITE = range(8)
 _LOG2_E = 1.4426950408889634
 # Of an operator: `a`, `b`, `c`, `d` and `out` are addresses. NORM: rows of a, weight b. ROTARY:
 # queries a, keys b, cos c, sin d; `rows` heads, `more` KV heads. WRITE: keys a and values b, `rows`
 # heads of `width` bytes, to addresses `more` bytes apart, from the address that stands at `out` on,
-# plus c or d. The others: `width` elements.
+# plus c or d. The others: `width` elements; SCALE and DIVIDE: of a, by `factor`.
 OPERATOR = np.dtype(
     [(name, np.int64) for name in ("kind", "a", "b", "c", "d", "out", "rows", "more", "width")]
-    + [("epsilon", np.float64)]
+    + [("epsilon", np.float64), ("factor", np.float64)]
 )
 # Of a phase: its products' worker and job (0: it has none) and their claimed words; its operators.
 PHASE = np.dtype(
@@ -139,6 +139,12 @@ def _elementwise(kind: Any, op: Any, scratch: Any) -> None:
         x, out = load_narrow(kind, op.a + size * c, left), op.out + size * c
         if op.kind == SILU:
             _store(kind, _silu(x), out, left, scratch)
+        elif op.kind == SCALE:
+            by = splat(NARROW, np.float32(op.factor))
+            _store(kind, multiply(x, by), out, left, scratch)
+        elif op.kind == DIVIDE:
+            by = splat(NARROW, np.float32(op.factor))
+            _store(kind, divide(x, by), out, left, scratch)
         elif op.kind == ADD:
             _store(kind, add(x, load_narrow(kind, op.b + size * c, left)), out, left, scratch)
         else:

@@ -10,11 +10,13 @@ import torch
 
 from tierd_engine.attention.stretch import (
     ADD,
+    DIVIDE,
     MULTIPLY,
     NORM,
     OPERATOR,
     PHASE,
     ROTARY,
+    SCALE,
     SILU,
     WRITE,
     Records,
@@ -79,14 +81,18 @@ def check(found: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> No
 def test_operators_on_elements_are_what_double_gives(dtype: torch.dtype, width: int) -> None:
     sizes = torch.logspace(-3, 1, width)
     a, b = ((torch.randn(width) * sizes).to(dtype) for _ in range(2))
-    outs = [poisoned(width, dtype=dtype) for _ in range(3)]
+    outs = [poisoned(width, dtype=dtype) for _ in range(5)]
+    by = float(torch.randn(1).double()) + 0.3
     records = [
         operator(ADD, a, b, outs[0], width=width),
         operator(MULTIPLY, a, b, outs[1], width=width),
         operator(SILU, a, outs[2], width=width),
+        operator(SCALE, a, outs[3], width=width, factor=by),
+        operator(DIVIDE, a, outs[4], width=width, factor=by),
     ]
     run([phase(records)], dtype)
     assert torch.equal(outs[0], a + b) and torch.equal(outs[1], a * b)
+    assert torch.equal(outs[3], a * by) and torch.equal(outs[4], a / by)
     check(outs[2], a.double() * torch.sigmoid(a.double()))
 
 
