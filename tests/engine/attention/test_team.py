@@ -180,6 +180,18 @@ def test_beside_others_they_wait_briefly_and_try_ever_more_rarely():
     assert look_on(found, machine, 2 * HOLD_SECONDS_MAX) > HOLD_SECONDS_MAX / 2
 
 
+def test_others_that_come_for_a_moment_change_nothing():
+    machine = Machine()
+    found = machine.patience()
+    look_on(found, machine, 1)
+    long = 0.0
+    for _ in range(100):
+        for share in (0.5, 0.0, 0.0):
+            machine.share = share
+            long += look_on(found, machine, 2 * WINDOW_SECONDS)
+    assert long == pytest.approx(300 * 2 * WINDOW_SECONDS)
+
+
 def test_others_that_show_only_while_threads_wait_long_are_met_rarely():
     machine = Machine()
     found = machine.patience()
