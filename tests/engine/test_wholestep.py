@@ -269,7 +269,7 @@ def stuck_share(rig: TierRig, seconds: float = 1e9) -> Iterator[None]:
         yield
     finally:
         comes.set()
-        thread.join()
+        thread.join(10.0)
 
 
 @needs_pool
@@ -293,7 +293,7 @@ def test_a_unit_that_comes_late_costs_a_step_its_job_and_nothing_else(
                         timer.start()
                         found.append(rig.generator.feed([tokens[8]]))
                         comes_at = time.monotonic()
-                    timer.join()
+                    timer.join(10.0)
                     assert len(heard) == 1 and heard[0] < comes_at - 1.0
                 found += [rig.generator.feed([token]) for token in tokens[len(found) :]]
                 assert rig.generator.losses.total() == 0

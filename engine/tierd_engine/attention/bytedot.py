@@ -49,7 +49,13 @@ from tierd_engine.attention.simd import (
     number,
     pointer_to,
 )
-from tierd_engine.attention.tile import add_products, store_rows, zero_rows
+from tierd_engine.attention.tile import (
+    add_products,
+    emit_gathered,
+    emit_shuffle,
+    store_rows,
+    zero_rows,
+)
 
 COLUMNS = 64  # codes of a row that are taken at once
 _UNITS = 16  # bytes from the initial values of rows to their units, in stats
@@ -98,11 +104,6 @@ def _words(number: int) -> Any:
     return ir.Constant(_WORDS, [number] * NARROW)
 
 
-def _shuffle(builder: Any, a: Any, b: Any, places: list[int]) -> Any:
-    mask = ir.Constant(ir.VectorType(_I32, len(places)), places)
-    return builder.shuffle_vector(a, b, mask)
-
-
 def _row_address(builder: Any, address: Any, stride: Any, r: int) -> Any:
     return builder.add(address, builder.mul(stride, ir.Constant(stride.type, r)))
 
@@ -141,21 +142,8 @@ def _raise_peaks(typingctx: Any, peaks: Any, tile: Any) -> Any:
 def _gather(builder: Any, tile: Any, join: Callable[[Any, Any], Any]) -> Any:
     """Join all lanes of each vector of a tile of at most four: those of vector r in lane r."""
     vectors = [builder.extract_value(tile, r) for r in range(len(tile.type))]
-    a, b, c, d = vectors + [ir.Constant(vectors[0].type, None)] * (4 - len(vectors))
-
-    def halve(x: Any, y: Any, *halves: tuple[int, ...]) -> Any:
-        quads = range(0, NARROW, 4)
-        return join(*(
-            _shuffle(builder, x, y, [quad + place for quad in quads for place in half])
-            for half in halves
-        ))  # fmt: skip
-
-    pairs = [halve(*two, (0, 16, 1, 17), (2, 18, 3, 19)) for two in ((a, b), (c, d))]
-    found = halve(*pairs, (0, 1, 16, 17), (2, 3, 18, 19))
-    for size in (8, 4):
-        lower, upper = list(range(size)), list(range(size, 2 * size))
-        found = join(*(_shuffle(builder, found, found, part) for part in (lower, upper)))
-    return found
+    nothing = ir.Constant(vectors[0].type, None)
+    return emit_gathered(builder, vectors + [nothing] * (4 - len(vectors)), join)
 
 
 def _units_of(builder: Any, largest: Any) -> Any:
@@ -229,7 +217,7 @@ def _store_digits(typingctx: Any, inverses: Any, address: Any, stride: Any) -> A
             # Half of each digit's range added makes them unsigned, which bytes of a number are.
             unsigned = builder.add(whole, _words(_HALF_DIGITS))
             digits = builder.bitcast(builder.xor(unsigned, _words(_HALF_DIGITS)), _BYTES)
-            digits = _shuffle(builder, digits, digits, places)
+            digits = emit_shuffle(builder, digits, digits, places)
             builder.store(digits, builder.bitcast(place, _BYTES.as_pointer()), align=4)
         return context.get_dummy_value()
 
@@ -245,7 +233,7 @@ def _unpack(builder: Any, a: Any, b: Any, upper: int) -> Any:
         for i in range(half):
             first = (2 * lane + upper) * half + i
             places += [first, lanes + first]
-    return _shuffle(builder, a, b, places)
+    return emit_shuffle(builder, a, b, places)
 
 
 def _interleave(builder: Any, address: Any, row_bytes: Any, quarters: range) -> list[Any]:
@@ -336,7 +324,7 @@ def _store_pair(builder: Any, pair: list[Any], row: Any, quarter: int) -> None:
     low, high = pair
     for lane in range(4):
         four = list(range(4 * lane, 4 * lane + 4))
-        eight = _shuffle(builder, low, high, four + [NARROW + i for i in four])
+        eight = emit_shuffle(builder, low, high, four + [NARROW + i for i in four])
         at = builder.add(row, ir.Constant(row.type, 4 * (16 * lane + 4 * quarter)))
         builder.store(eight, pointer_to(builder, at, eight.type), align=4)
 

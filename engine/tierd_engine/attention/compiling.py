@@ -16,8 +16,8 @@ KERNEL_SOURCES = (
     *SHARED_SOURCES,
     *(_HERE / name for name in (
         "arriving.py", "atomics.py", "bytedot.py", "compiling.py", "fetching.py", "fourbit.py",
-        "kernel.py", "layercall.py", "merging.py", "product.py", "rmsnorm.py", "rotary.py",
-        "simd.py", "stretch.py", "team.py", "tile.py", "works.py", "writing.py",
+        "kernel.py", "layercall.py", "merging.py", "product.py", "rawkeys.py", "rmsnorm.py",
+        "rotary.py", "simd.py", "stretch.py", "team.py", "tile.py", "works.py", "writing.py",
     )),
 )  # fmt: skip
 

@@ -35,7 +35,7 @@ from numba.extending import overload
 from tierd.codec.intrinsics import as_array
 from tierd.codec.layout import PageLayout
 from tierd.units import CACHE_LINE_BYTES, round_up
-from tierd_engine.attention import bytedot, fourbit
+from tierd_engine.attention import bytedot, fourbit, rawkeys
 from tierd_engine.attention.compiling import STEP, compile_cached, inlined, step
 from tierd_engine.attention.fetching import fetch_more, fetch_rest, start_fetching
 from tierd_engine.attention.simd import (
@@ -299,23 +299,6 @@ def _scores_8_bit(
 
 
 @step
-def _scores_raw(kind: Any, rows: Any, job: Any, base: Any, seen: Any, scratch: Any) -> None:
-    d, size = job.head_dim, element_bytes(kind)
-    whole = d - d % NARROW
-    for j in range(seen):
-        key = base + job.keys + size * d * j
-        fetch_ahead(key, job.ahead, base + job.values, base + job.values, size * d)
-        tile = zero_rows(rows, NARROW)
-        for c in range(0, whole, NARROW):
-            k = load(kind, NARROW, key + size * c)
-            tile = add_products(tile, scratch + 4 * c, job.q_stride, k)
-        if whole < d:
-            last = load_first(kind, NARROW, key + size * whole, d - whole)
-            tile = add_products(tile, scratch + 4 * whole, job.q_stride, last)
-        store_sums(tile, scratch + job.weights + 4 * j, job.weight_stride)
-
-
-@step
 def _softmax(
     kind: Any, rows: Any, lanes: Any, job: Any, base: Any, page: Any, row: Any, seen: Any,
     scratch: Any,
@@ -414,7 +397,7 @@ def _choose_scores(
         )
     if kind.value in (UINT8, E4M3):
         return _scores_8_bit.py_func  # type: ignore[no-any-return]
-    return lambda kind, rows, lanes, job, base, seen, scratch: _scores_raw(
+    return lambda kind, rows, lanes, job, base, seen, scratch: rawkeys.scores(
         kind, rows, job, base, seen, scratch
     )
 

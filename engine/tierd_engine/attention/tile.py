@@ -7,6 +7,7 @@ at most 32 lanes, row by row. Every function is callable only from compiled code
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -121,6 +122,79 @@ def add_products(typingctx: Any, tile: Any, rows: Any, stride: Any, vector: Any)
         return context.make_tuple(builder, tile, result)
 
     return tile(tile, types.int64, types.int64, vector), codegen
+
+
+@intrinsic(prefer_literal=True)
+def zero_fours(typingctx: Any, rows: Any, lanes: Any) -> Any:
+    """A tile of zeros with four vectors a row: of four tokens."""
+    tile = types.UniTuple(Vector(constant_value(lanes)), 4 * constant_value(rows))
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        zero = emit_filled(0.0, constant_value(lanes))
+        return context.make_tuple(builder, tile, [zero] * tile.count)
+
+    return tile(rows, lanes), codegen
+
+
+@intrinsic
+def add_fours(
+    typingctx: Any, tile: Any, rows: Any, stride: Any, a: Any, b: Any, c: Any, d: Any
+) -> Any:
+    """tile[4 r + t] + x[r] * vector t of four; x[r] are the floats at `rows + r * stride`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sums, address, step, *vectors = args
+        result = []
+        for i in range(tile.count):
+            if i % 4 == 0:
+                at = builder.add(address, builder.mul(step, ir.Constant(step.type, i // 4)))
+                x = builder.load(pointer_to(builder, at, a.llvm), align=4)
+            total = builder.extract_value(sums, i)
+            result.append(emit_fma(builder, x, vectors[i % 4], total))
+        return context.make_tuple(builder, tile, result)
+
+    return tile(tile, types.int64, types.int64, a, b, c, d), codegen
+
+
+@intrinsic
+def store_fours(typingctx: Any, tile: Any, address: Any, stride: Any) -> Any:
+    """Write the sums of the lanes of row r's four vectors to `address + r * stride`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vectors, address, step = args
+        for r in range(tile.count // 4):
+            at = builder.add(address, builder.mul(step, ir.Constant(step.type, r)))
+            four = [builder.extract_value(vectors, 4 * r + t) for t in range(4)]
+            sums = emit_gathered(builder, four, builder.fadd)
+            builder.store(sums, pointer_to(builder, at, sums.type), align=4)
+        return context.get_dummy_value()
+
+    return types.void(tile, types.int64, types.int64), codegen
+
+
+def emit_gathered(builder: Any, vectors: list[Any], join: Callable[[Any, Any], Any]) -> Any:
+    """Join all 16 lanes of each of four vectors: those of vector r in lane r."""
+
+    def halve(x: Any, y: Any, *halves: tuple[int, ...]) -> Any:
+        quads = range(0, NARROW, 4)
+        return join(*(
+            emit_shuffle(builder, x, y, [quad + place for quad in quads for place in half])
+            for half in halves
+        ))  # fmt: skip
+
+    a, b, c, d = vectors
+    pairs = [halve(*two, (0, 16, 1, 17), (2, 18, 3, 19)) for two in ((a, b), (c, d))]
+    found = halve(*pairs, (0, 1, 16, 17), (2, 3, 18, 19))
+    for size in (8, 4):
+        lower, upper = list(range(size)), list(range(size, 2 * size))
+        found = join(*(emit_shuffle(builder, found, found, part) for part in (lower, upper)))
+    return found
+
+
+def emit_shuffle(builder: Any, a: Any, b: Any, places: list[int]) -> Any:
+    """Take elements of two vectors, one after the other, by their numbers."""
+    mask = ir.Constant(ir.VectorType(_I32, len(places)), places)
+    return builder.shuffle_vector(a, b, mask)
 
 
 @intrinsic
