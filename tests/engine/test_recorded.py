@@ -34,7 +34,8 @@ RECORDED = (
     "Qwen3MoeConfig", "Starcoder2Config", "NemotronConfig", "Glm4Config",
 )  # fmt: skip
 AS_ONE_JOB = (
-    "LlamaConfig", "Qwen2Config", "Qwen3Config", "Phi3Config", "GraniteConfig", "Olmo2Config"
+    "LlamaConfig", "MistralConfig", "Qwen2Config", "Qwen3Config", "Phi3Config", "GraniteConfig",
+    "Olmo2Config",
 )  # fmt: skip
 LEFT_ALONE = ("GPT2Config", "OPTConfig")  # a tensor's value is asked for; a position is a number
 
